@@ -1,6 +1,8 @@
 """Config files of every family, mutated at random: what is computed, here and there.
 
     PYTHONPATH=tests:tests/bridge python benchmarks/config_fuzz.py [--cases 1000]
+    PYTHONPATH=tests:tests/bridge python benchmarks/config_fuzz.py \
+        --families jamba,llama4_text --out FILE
     PYTHONPATH=tests:tests/bridge python benchmarks/config_fuzz.py --case '{...}'
 
 Each case is drawn by its number, as its seed. A tiny model is made of the config by
@@ -39,7 +41,7 @@ def main() -> int:
     started = time.perf_counter()
     before = found["seconds"]
     for seed in range(found["cases"], options.cases):
-        case = case_of_seed(seed)
+        case = case_of_seed(seed, options.families)
         _add(found, seed, case, outcome_of(case))
         if (seed + 1) % _EVERY == 0 or seed + 1 == options.cases:
             found["seconds"] = round(before + time.perf_counter() - started)
@@ -53,6 +55,12 @@ def _parse() -> argparse.Namespace:
         description="Compares mutated config files with transformers."
     )
     parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument(
+        "--families",
+        type=lambda names: tuple(names.split(",")),
+        default=(),
+        help="values of model_type to draw from; all by default",
+    )
     parser.add_argument("--case", help="one case, as a failure prints it")
     result.add_arguments(parser)
     parser.set_defaults(out=result.RESULTS / "config_fuzz.json")

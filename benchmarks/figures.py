@@ -84,6 +84,14 @@ FIGURES = (
     Figure("experts", ("experts.py --layers 16 --out OUT",)),
     Figure("foreign", ("foreign.py --out OUT",), venv=".venv-foreign"),
     Figure(
+        "foreign_12_layers",
+        (
+            "foreign.py --gpus 8 --layers 12 --models readme "
+            "--orders prefetch=1 prefetch=0 --out OUT",
+        ),
+        venv=".venv-foreign",
+    ),
+    Figure(
         "validate_planner",
         (
             "validate_planner.py build --minutes 40",
@@ -99,6 +107,7 @@ FIGURES = (
     Figure("param_gather", ("param_gather.py --steps 200 --devices 4 --out OUT",)),
     Figure("trl_comparison", ("trl_comparison.py --steps 50 --out OUT",)),
     Figure("resharding", ("resharding.py --out OUT",)),
+    Figure("elastic", ("elastic.py --kills 50 --out OUT",), whole=("killed", 50)),
     Figure("replay", ("replay.py --flips 1000 --out OUT",), whole=("next", 1000)),
     Figure("torture", ("torture.py --rounds 1000 --kills 250 --out OUT",)),
     Figure("coordinator_fuzz", ("coordinator_fuzz.py --out OUT",)),

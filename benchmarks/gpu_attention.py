@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from bridge.models import FlashKernel, dot_product_attention
-from bridge.models._attention import attend, kernel_of_call, visible
+from bridge.models._attention import attend, causal_mask, kernel_of_call
 from bridge.models._fused_attention import fused_attention
 
 CASES = {
@@ -85,7 +85,7 @@ def measure_case(sizes, width, v_width=None, window=None, softcap=None, **rest):
         return dot_product_attention(*qkv, segment_ids=segments, **how)
 
     def plain(qkv, segments):
-        mask = visible(qkv[0].shape[1], segments, window)
+        mask = causal_mask(qkv[0].shape[1], segments, window)
         with jax.default_matmul_precision("highest"):
             return attend(*qkv, how["scale"], mask, softcap, sinks)
 

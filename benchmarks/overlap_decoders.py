@@ -117,7 +117,9 @@ MIXTRAL_8X7B = DecoderConfig(
 
 DECODERS = {
     "llama-3-8b-cp": DecoderCase(
-        *(LLAMA_3_8B, 8, {"cp": 8}),
+        LLAMA_3_8B,
+        8,
+        {"cp": 8},
         rows=1,
         seq=131072,
         saved=("context_attention",),

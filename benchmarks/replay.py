@@ -31,7 +31,7 @@ import result
 from helpers.flips import flip_bit
 
 import fsdp_jax as fsdp
-from fsdp_jax.replay import CorruptionError, ReplayCheck, Witness, with_rank_losses
+from fsdp_jax.replay import CorruptionError, ReplayCheck, ReplayStep, with_rank_losses
 
 DEVICES, ROWS, TX = 8, 8, optax.adam(1e-3)
 STORED = ("params.w", "params.v")
@@ -106,21 +106,21 @@ def batch_of(case: int, **faults: tuple[int, float]) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def witness(by: int) -> Witness:
+def replay_step(by: int) -> ReplayStep:
     """Returns the step on the mesh with its ranks exchanged."""
     mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))
     plan = fsdp.fully_shard(make_model, mesh)
     loss = with_rank_losses(loss_fn)
-    return Witness(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+    return ReplayStep(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
 
 
 @functools.cache
 def start() -> fsdp.TrainState:
     """Returns a state after three steps, with moments."""
-    plan = witness(0).plan
+    plan = replay_step(0).plan
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     for number in range(3):
-        state, _ = witness(0).step(state, batch_of(number))
+        state, _ = replay_step(0).step(state, batch_of(number))
     return state
 
 
@@ -146,12 +146,12 @@ class Faulty:
     @property
     def plan(self) -> fsdp.Plan:
         """Plan of the step."""
-        return witness(0).plan
+        return replay_step(0).plan
 
     def __call__(self, state, batch):
         """Runs the step."""
         given = batch if self.batch is None else self.batch
-        new, metrics = witness(0).step(self.before(state), given)
+        new, metrics = replay_step(0).step(self.before(state), given)
         return self.after(new), metrics
 
 
@@ -190,41 +190,43 @@ def plant(found: dict[str, Any], case: int) -> None:
     kind, rank, step, flip = draw(case)
     counts = found["kinds"][kind]
     counts["flips"] += 1
-    others = [witness(1), witness(2)]
+    others = [replay_step(1), replay_step(2)]
     if kind == "between":
-        verdict = verdict_of(ReplayCheck(witness(0), others, every=0), case, then=flip)
+        report = report_of(
+            ReplayCheck(replay_step(0), others, every=0), case, then=flip
+        )
         has_effect = True
     else:
-        check = ReplayCheck(Witness(step, TX), others, every=1)
-        verdict = verdict_of(check, case)
+        check = ReplayCheck(ReplayStep(step, TX), others, every=1)
+        report = report_of(check, case)
         made, right = (
             fsdp.replay.state_digest(each(copied(start()), batch_of(case))[0])
-            for each in (step, witness(0).step)
+            for each in (step, replay_step(0).step)
         )
         has_effect = made != right
     counts["without_effect"] += not has_effect
-    counts["found"] += has_effect and verdict is not None
-    if verdict is not None:
-        named = verdict.devices == (jax.devices()[rank],)
+    counts["found"] += has_effect and report is not None
+    if report is not None:
+        named = report.devices == (jax.devices()[rank],)
         counts["attributed"] += named
-        counts["unattributed"] += not verdict.devices
-        counts["false"] += bool(verdict.devices) and not named
+        counts["unattributed"] += not report.devices
+        counts["false"] += bool(report.devices) and not named
     if case % 10 == 0:
         found["checked_without_fault"] += 1
-        check = ReplayCheck(witness(0), others, every=1)
-        found["false_alarms"] += verdict_of(check, case) is not None
+        check = ReplayCheck(replay_step(0), others, every=1)
+        found["false_alarms"] += report_of(check, case) is not None
 
 
-def verdict_of(
+def report_of(
     check: ReplayCheck, case: int, then: Callable[[Any], Any] | None = None
-) -> fsdp.replay.Verdict | None:
-    """Runs a checked step, or two with a flip in between; returns the verdict."""
+) -> fsdp.replay.CorruptionReport | None:
+    """Runs a checked step, or two with a flip in between; returns the report."""
     try:
         state, _ = check(copied(start()), batch_of(case))
         if then is not None:
             check(then(state), batch_of(case))
     except CorruptionError as error:
-        return error.verdict
+        return error.report
     return None
 
 
@@ -243,7 +245,7 @@ def cost(steps: int = 10, every: int = 100, embed: int = 256) -> dict[str, Any]:
     def made(by):
         mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))
         plan = fsdp.fully_shard(make, mesh, [fsdp.Stacked("layers")])
-        return Witness(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+        return ReplayStep(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
 
     rows = np.ones((4096, embed), np.float32)
     plain, others = made(0), [made(1), made(2)]

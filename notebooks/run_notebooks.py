@@ -82,7 +82,7 @@ def execute(
     """The notebook as it is after a run; raises what a cell raises.
 
     Args:
-      notebook: As read; outputs are left aside.
+      notebook: As read; outputs are ignored.
       manager: Its kernel, which another notebook may have used before.
     """
     client = NotebookClient(

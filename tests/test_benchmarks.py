@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import bit_identity
+import elastic
 import figures
 import mutants
 import pytest
@@ -53,6 +54,10 @@ CLAIMS = [
     "import: compared.export_speed_of_raw_write >= 0.8",
     "import: compared.conversion_speed_of_raw_copy >= 0.5",
     "import: compared.conversion_resident_mb < 600",
+    "elastic: steps_lost == 0",
+    "elastic: largest_difference < 1e-6",
+    "elastic: growths.*.steps_done_twice == 0",
+    "elastic: wrong_ends == 0",
     "param_gather: steps == 200",
     "param_gather: formats.*.off_by < 0.01",
     "param_gather: formats.*.off_by >= -0.01",
@@ -299,3 +304,19 @@ def test_records_that_differ_in_a_bit_or_a_collective_are_told_apart():
         assert line.startswith(f"x: {part} differ")
     assert bit_identity.differences({"x": one}, {"x": one}) == []
     assert bit_identity.differences({"x": one}, {}) == ["x: in one record only"]
+
+
+def test_only_a_run_that_gloo_ended_is_left_out_of_the_elastic_ones():
+    found = {"discarded": [], "wrong_ends": 0, "wrong_end_outputs": []}
+    busy = "[2] Gloo all-reduce failed: Timed out waiting 30000ms for recv operation"
+    elastic.count_failed(found, 4, f"[0] step 3\n{busy}\n[launch] the job ends")
+    assert found == {
+        "discarded": [[4, busy]],
+        "wrong_ends": 0,
+        "wrong_end_outputs": [],
+    }
+    elastic.count_failed(found, 5, "[launch] no restart is left of 3: the job ends")
+    assert len(found["discarded"]) == found["wrong_ends"] == 1
+    assert found["wrong_end_outputs"] == [
+        [5, "[launch] no restart is left of 3: the job ends"]
+    ]

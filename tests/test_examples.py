@@ -10,6 +10,7 @@ from pathlib import Path
 
 import continue_megatron
 import dpo
+import elastic_replicas
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ from helpers.tiny_tokenizer import write_tokenizer
 import bridge
 from bridge.megatron import Adam, AdamSettings
 from bridge.models import Decoder, DecoderConfig
+from fsdp_jax.launch import Generation
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG = DecoderConfig(
@@ -68,6 +70,32 @@ def test_pretraining_goes_on_on_another_mesh_with_the_batches_that_come(tmp_path
     for number, loss in later.items():
         # bfloat16 products, summed on other devices.
         assert loss == pytest.approx(whole[number], rel=2e-2)
+
+
+def test_fewer_replicas_go_on_with_the_same_losses(tmp_path, monkeypatch):
+    rows = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+
+    def train(name: str, steps: int, replicas: int) -> dict[int, float]:
+        for variable, value in Generation(1, replicas, 4).variables().items():
+            monkeypatch.setenv(variable, value)
+        folder = tmp_path / name
+        options = elastic_replicas.Options(
+            tmp_path / "rows.npy",
+            folder / "run",
+            folder / "local",
+            steps=steps,
+            batch=16,
+            layers=1,
+        )
+        return elastic_replicas.train(options)
+
+    whole = train("whole", 4, replicas=4)
+    train("elastic", 2, replicas=4)
+    later = train("elastic", 4, replicas=2)
+    assert later.keys() == {3, 4}  # Step 2 is on the local disk alone.
+    # float32 sums over other devices and microbatches.
+    assert later == pytest.approx({n: whole[n] for n in later}, rel=1e-5)
 
 
 def test_an_equinox_model_learns(tmp_path, capsys):

@@ -307,7 +307,8 @@ PRIVATE_WORDS = {
     r"\baccumulate=": "num_microbatches=",
     r"\brng=|\bstate\.rng\b": "key",
     r"\b(?:Patience|Meeting|Attendance)\b": "Timeouts, Coordinator, Client",
-    r"\bspoken of\b": "covered by a rule",
+    r"\bspoken of\b|\bleft aside\b": "covered by a rule, ignored",
+    r"\b(?:Witness|Verdict)(?:es|s)?\b": "ReplayStep, CorruptionReport",
     r"\bspellings?\b|\btraits?\b|\bcodecs=": "key mapping, constants, transforms",
 }
 

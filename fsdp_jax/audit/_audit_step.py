@@ -16,7 +16,12 @@ from fsdp_jax.audit._check_unsharded import merged, too_many
 from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._mismatch import Difference, difference_grid
 from fsdp_jax.audit._report import Audited, audited
-from fsdp_jax.hlo._program import Moved, Program, moved, program_of
+from fsdp_jax.hlo._program import (
+    CommunicatedArray,
+    Program,
+    communicated_arrays,
+    program_of,
+)
 from fsdp_jax.sharding._plan import Plan
 
 
@@ -98,7 +103,7 @@ def audit_step(
             "audit_step(overlapped=True) reads the order of a schedule, which only a "
             "program compiled for GPUs shows: compile for them, or leave it out."
         )
-    arrays = list(moved(program, plan.mesh))
+    arrays = list(communicated_arrays(program, plan.mesh))
     found = _differences(plan, program, arrays, num_microbatches, overlapped)
     if differences := list(dict.fromkeys(found)):
         raise AuditError(differences)
@@ -108,7 +113,7 @@ def audit_step(
 def _differences(
     plan: Plan,
     program: Program,
-    arrays: list[Moved],
+    arrays: list[CommunicatedArray],
     num_microbatches: int,
     overlapped: bool,
 ) -> Iterator[Difference]:

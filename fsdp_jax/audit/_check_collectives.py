@@ -21,7 +21,7 @@ from fsdp_jax.audit._mismatch import (
     observed,
     over,
 )
-from fsdp_jax.hlo._program import Dims, Moved, Program
+from fsdp_jax.hlo._program import CommunicatedArray, Dims, Program
 from fsdp_jax.sharding._batch_norm import SYNC_SCOPES
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import Plan
@@ -30,7 +30,7 @@ Key = tuple[str, frozenset[str], Dims, Dims]
 """Opcode, axes, and the dims of both sides sorted by size."""
 
 
-def key_of(one: Moved | ExpectedCollective) -> Key:
+def key_of(one: CommunicatedArray | ExpectedCollective) -> Key:
     """Returns a key that is equal for equal collectives in any layout chosen by XLA."""
     axes = frozenset(one.axes or ("?",))
     if one.op == "all-to-all":  # XLA reshapes it freely; both sides have equal sizes.
@@ -45,7 +45,7 @@ def canonical(dims: Dims) -> Dims:
 
 
 def matches(
-    one: Moved, expected: Sequence[ExpectedCollective]
+    one: CommunicatedArray, expected: Sequence[ExpectedCollective]
 ) -> list[ExpectedCollective]:
     """Returns the expected collectives that `one` may be, in any dtype."""
     exact = [planned for planned in expected if key_of(planned) == key_of(one)]
@@ -65,14 +65,14 @@ def matches(
 def check_collectives(
     plan: Plan,
     program: Program,
-    arrays: Sequence[Moved],
+    arrays: Sequence[CommunicatedArray],
     expected: Sequence[ExpectedCollective],
 ) -> Iterator[Difference]:
     """Yields differences in dtype, axes, size and number of runs."""
-    booked: dict[Key, list[Moved]] = {}
-    merged: dict[frozenset[str], list[Moved]] = {}
-    in_other_dtype: list[Moved] = []
-    strange: list[Moved] = []
+    booked: dict[Key, list[CommunicatedArray]] = {}
+    merged: dict[frozenset[str], list[CommunicatedArray]] = {}
+    in_other_dtype: list[CommunicatedArray] = []
+    strange: list[CommunicatedArray] = []
     for one in arrays:
         if not _is_judged(plan, one):
             continue
@@ -100,9 +100,9 @@ def check_collectives(
         yield from _merged_too_much(plan, axes, found, booked, expected)
 
 
-def _together(arrays: Sequence[Moved]) -> list[Moved]:
+def _together(arrays: Sequence[CommunicatedArray]) -> list[CommunicatedArray]:
     """Merges equal arrays: XLA peels first or last iterations off a loop."""
-    alike: dict[tuple[object, ...], Moved] = {}
+    alike: dict[tuple[object, ...], CommunicatedArray] = {}
     for one in arrays:
         key = (one.op, one.dtype, one.sent, one.received, one.axes, one.unit)
         had = alike.get(key)
@@ -115,13 +115,13 @@ def _together(arrays: Sequence[Moved]) -> list[Moved]:
     return list(alike.values())
 
 
-def _is_judged(plan: Plan, one: Moved) -> bool:
+def _is_judged(plan: Plan, one: CommunicatedArray) -> bool:
     """Returns whether `one` is along data axes and not in the optimizer."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
     return is_data and not is_in(one.scope, OPTIMIZER)
 
 
-def is_dispatch(plan: Plan, one: Moved) -> bool:
+def is_dispatch(plan: Plan, one: CommunicatedArray) -> bool:
     """Returns whether `one` holds tokens to or from experts, or their counts.
 
     No expected collective matches these, since a plan has no token counts.
@@ -138,12 +138,12 @@ def is_dispatch(plan: Plan, one: Moved) -> bool:
     return one.op == "ragged-all-to-all" or (one.op == "all-to-all" and is_of_tokens)
 
 
-def is_context(one: Moved) -> bool:
+def is_context(one: CommunicatedArray) -> bool:
     """Returns whether `one` holds keys or values of an attention over `cp`."""
     return one.axes == ("cp",) and any(is_in(one.scope, name) for name in ATTENTIONS)
 
 
-def _is_small(plan: Plan, one: Moved) -> bool:
+def _is_small(plan: Plan, one: CommunicatedArray) -> bool:
     """Returns whether `one` all-reduces metrics, amaxes, statistics or model state.
 
     Statistics are those of synchronized batch norm.
@@ -161,13 +161,15 @@ def _small(plan: Plan) -> int:
     return 64 + 4 * len(plan.param_plans)
 
 
-def _may_be_merged(program: Program, one: Moved) -> bool:
+def _may_be_merged(program: Program, one: CommunicatedArray) -> bool:
     """Returns whether XLA for GPUs may have concatenated arrays into `one`."""
     is_compiled_for_gpus = not (program.is_lowered or program.is_cpu)
     return one.op == "all-reduce" and len(one.sent) == 1 and is_compiled_for_gpus
 
 
-def _in_other_dtype(one: Moved, found: Sequence[ExpectedCollective]) -> Difference:
+def _in_other_dtype(
+    one: CommunicatedArray, found: Sequence[ExpectedCollective]
+) -> Difference:
     option = "param_dtype" if one.op == "all-gather" else "grad_comm_dtype"
     return Difference(
         named_collectives(found, one),
@@ -179,7 +181,7 @@ def _in_other_dtype(one: Moved, found: Sequence[ExpectedCollective]) -> Differen
 
 
 def _too_often(
-    booked: dict[Key, list[Moved]], expected: Sequence[ExpectedCollective]
+    booked: dict[Key, list[CommunicatedArray]], expected: Sequence[ExpectedCollective]
 ) -> Iterator[Difference]:
     """Yields the once-per-step collectives that run more often."""
     for key, found in booked.items():
@@ -207,8 +209,8 @@ def _too_often(
 def _merged_too_much(
     plan: Plan,
     axes: frozenset[str],
-    found: Sequence[Moved],
-    booked: dict[Key, list[Moved]],
+    found: Sequence[CommunicatedArray],
+    booked: dict[Key, list[CommunicatedArray]],
     expected: Sequence[ExpectedCollective],
 ) -> Iterator[Difference]:
     """Compares concatenated all-reduces by number of elements and dtype.

@@ -8,13 +8,13 @@ from fsdp_jax.audit._check_collectives import matches
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import Difference, named_collectives, observed
 from fsdp_jax.hlo._parse import Computation, Instruction
-from fsdp_jax.hlo._program import Moved, Program
+from fsdp_jax.hlo._program import CommunicatedArray, Program
 from fsdp_jax.planner._cost import FREE, product_flops
 
 
 def exposed(
     program: Program,
-    arrays: Sequence[Moved],
+    arrays: Sequence[CommunicatedArray],
     expected: Sequence[ExpectedCollective],
     num_microbatches: int,
 ) -> Iterator[Difference]:
@@ -47,7 +47,7 @@ def exposed(
             )
 
 
-def _problem(program: Program, one: Moved) -> str | None:
+def _problem(program: Program, one: CommunicatedArray) -> str | None:
     """Returns why a collective is exposed, or None if computation overlaps it."""
     start, within = one.instruction, one.computation
     done = [r for r in within.readers.get(start.name, []) if r.opcode.endswith("-done")]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fsdp_jax.audit._mismatch import Difference, observed
-from fsdp_jax.hlo._program import Moved
+from fsdp_jax.hlo._program import CommunicatedArray
 from fsdp_jax.sharding._plan import Plan
 
 
-def in_stages(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
+def in_stages(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Difference]:
     """Yields collectives of all devices inside a branch that one stage takes.
 
     A collective among the devices of one stage is safe there. But a collective-permute

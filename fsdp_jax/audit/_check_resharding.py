@@ -14,7 +14,7 @@ from fsdp_jax.audit._check_collectives import canonical, key_of
 from fsdp_jax.audit._expected import ExpectedCollective, dims_of
 from fsdp_jax.audit._mismatch import Difference, array, named
 from fsdp_jax.hlo._parse import Computation, Instruction
-from fsdp_jax.hlo._program import Dims, Moved, Program, loops
+from fsdp_jax.hlo._program import CommunicatedArray, Dims, Program, loops
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
 
 FIX = (
@@ -33,7 +33,7 @@ VIEWS = (
 def kept(
     plan: Plan,
     program: Program,
-    arrays: Sequence[Moved],
+    arrays: Sequence[CommunicatedArray],
     expected: Sequence[ExpectedCollective],
     num_microbatches: int,
 ) -> Iterator[Difference]:
@@ -57,7 +57,7 @@ def kept(
 
 def _stacks(
     program: Program,
-    arrays: Sequence[Moved],
+    arrays: Sequence[CommunicatedArray],
     gathers: Sequence[ExpectedCollective],
     num_microbatches: int,
     pieces: Set[Dims],
@@ -90,7 +90,9 @@ def _stacks(
 
 
 def _singles(
-    arrays: Sequence[Moved], gathers: Sequence[ExpectedCollective], prefetch: int
+    arrays: Sequence[CommunicatedArray],
+    gathers: Sequence[ExpectedCollective],
+    prefetch: int,
 ) -> Iterator[Difference]:
     """Yields gathers in forward whose result an instruction of backward reads.
 
@@ -138,7 +140,7 @@ def _reading_units(
     return units
 
 
-def result_of(one: Moved) -> Instruction:
+def result_of(one: CommunicatedArray) -> Instruction:
     """Returns the gathered array, behind `-done` and `get-tuple-element`."""
     result, within = one.instruction, one.computation
     for reader in within.readers.get(result.name, []):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_jax.audit._check_collectives import canonical
 from fsdp_jax.audit._expected import dims_of
 from fsdp_jax.audit._mismatch import Difference, named, observed
-from fsdp_jax.hlo._program import Dims, Moved
+from fsdp_jax.hlo._program import CommunicatedArray, Dims
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 FIX = (
@@ -16,7 +16,7 @@ FIX = (
 )
 
 
-def over_tp(plan: Plan, arrays: Sequence[Moved]) -> Iterator[Difference]:
+def over_tp(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Difference]:
     """Yields gathers over `tp` of matrices that the plan splits over it.
 
     XLA partitions `tp` by itself, so matrices are recognized by their dims. Gathers in

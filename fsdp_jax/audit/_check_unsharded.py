@@ -15,7 +15,7 @@ from fsdp_jax.audit._unsharded_units import (
     units_an_iteration,
     unsharded,
 )
-from fsdp_jax.hlo._program import Moved, Program
+from fsdp_jax.hlo._program import CommunicatedArray, Program
 from fsdp_jax.sharding._plan import Plan
 
 FIX = (
@@ -27,7 +27,7 @@ FIX = (
 def too_many(
     plan: Plan,
     program: Program,
-    arrays: Sequence[Moved],
+    arrays: Sequence[CommunicatedArray],
     expected: Sequence[ExpectedCollective],
 ) -> Iterator[Difference]:
     """Yields a difference if more units are unsharded at once than the plan allows.
@@ -49,14 +49,14 @@ def too_many(
 
 
 def merged(
-    arrays: Sequence[Moved], expected: Sequence[ExpectedCollective]
+    arrays: Sequence[CommunicatedArray], expected: Sequence[ExpectedCollective]
 ) -> Iterator[Difference]:
     """Yields gathers that hold the weights of more units than one.
 
     The first of these units waits for the weights of all.
     """
     sizes = sizes_of(expected)
-    by_instruction: dict[str, list[Moved]] = {}
+    by_instruction: dict[str, list[CommunicatedArray]] = {}
     for one in arrays:
         if one.op == "all-gather":
             by_instruction.setdefault(one.instruction.name, []).append(one)

@@ -14,13 +14,13 @@ from fsdp_jax.audit._mismatch import (
     nearest,
     observed,
 )
-from fsdp_jax.hlo._program import Dims, Moved
+from fsdp_jax.hlo._program import CommunicatedArray, Dims
 from fsdp_jax.sharding._plan import Plan
 
 
 def diagnose(
     plan: Plan,
-    one: Moved,
+    one: CommunicatedArray,
     expected: Sequence[ExpectedCollective],
     missing: Sequence[ExpectedCollective],
 ) -> Difference:
@@ -78,7 +78,7 @@ class _Suspect:
 
 def _suspects(
     plan: Plan,
-    one: Moved,
+    one: CommunicatedArray,
     expected: Sequence[ExpectedCollective],
     missing: Sequence[ExpectedCollective],
 ) -> list[_Suspect]:
@@ -149,7 +149,7 @@ def _as_a_stack(planned: ExpectedCollective) -> Dims | None:
     return (*stack, *planned.received) if stack else None
 
 
-def _unsharded_dims(one: Moved) -> Dims:
+def _unsharded_dims(one: CommunicatedArray) -> Dims:
     return one.received if one.op == "all-gather" else one.sent
 
 

@@ -92,14 +92,22 @@ def _expected_of(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
     for view in (lambda dims: dims, partial(_scales, param))[: 2 if in_blocks else 1]:
         if places.parameter:
             yield ExpectedCollective(
-                *(param, "gather", "all-gather", places.parameter, dtype),
+                param,
+                "gather",
+                "all-gather",
+                places.parameter,
+                dtype,
                 view(dims_of(plan, param, places.parameter, sliced=True)),
                 view(dims_of(plan, param, (), sliced=True)),
                 None,
             )
         if enters:
             yield ExpectedCollective(
-                *(param, "enter", "all-gather", enters, dtype),
+                param,
+                "enter",
+                "all-gather",
+                enters,
+                dtype,
                 view(dims_of(plan, param, places.optimizer, sliced=False)),
                 view(dims_of(plan, param, places.parameter, sliced=False)),
                 1,
@@ -137,7 +145,12 @@ def _reductions(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
     if places.gradient:
         unsharded = dims_of(plan, param, (), sliced=True)
         yield ExpectedCollective(
-            *(param, "reduce", scatter, places.gradient, communicated, unsharded),
+            param,
+            "reduce",
+            scatter,
+            places.gradient,
+            communicated,
+            unsharded,
             dims_of(plan, param, places.gradient, sliced=True),
             None,
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fsdp_jax._report import Grid
 from fsdp_jax.audit._expected import ExpectedCollective
-from fsdp_jax.hlo._program import Dims, Moved
+from fsdp_jax.hlo._program import CommunicatedArray, Dims
 from fsdp_jax.sharding._plan import ROOT, ParamPlan
 
 
@@ -66,7 +66,7 @@ def described(planned: ExpectedCollective) -> str:
     return f"{planned.op} of {sides} {over(planned.axes)}{often}"
 
 
-def observed(one: Moved) -> str:
+def observed(one: CommunicatedArray) -> str:
     """Formats a collective of the program."""
     sides = f"{array(one.dtype, one.sent)} to {array(one.dtype, one.received)}"
     if one.op == "all-reduce":
@@ -76,7 +76,7 @@ def observed(one: Moved) -> str:
 
 
 def nearest(
-    found: Sequence[ExpectedCollective], one: Moved
+    found: Sequence[ExpectedCollective], one: CommunicatedArray
 ) -> list[ExpectedCollective]:
     """Returns the expected collectives nearest to `one`: of its unit, with its dims."""
     wanted = ROOT if one.unit == "root" else one.unit
@@ -101,6 +101,8 @@ def named(params: Sequence[ParamPlan]) -> str:
     return f"'{params[0].name}'{more} (unit '{params[0].unit}')"
 
 
-def named_collectives(found: Sequence[ExpectedCollective], one: Moved) -> str:
+def named_collectives(
+    found: Sequence[ExpectedCollective], one: CommunicatedArray
+) -> str:
     """Formats the parameters that `one` most likely holds."""
     return named([planned.param for planned in nearest(found, one)])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fsdp_jax._report import Grid, format_bytes, html_page
 from fsdp_jax.hlo._parse import Shape
-from fsdp_jax.hlo._program import Moved
+from fsdp_jax.hlo._program import CommunicatedArray
 from fsdp_jax.sharding._plan import ROOT
 
 
@@ -54,7 +54,7 @@ class Audited:
         return html_page([_headline(self), _grid(self)])
 
 
-def audited(arrays: Iterable[Moved]) -> Audited:
+def audited(arrays: Iterable[CommunicatedArray]) -> Audited:
     """Counts the communicated arrays of a program.
 
     Args:

@@ -16,7 +16,7 @@ from fsdp_jax.audit._check_collectives import Key, key_of
 from fsdp_jax.audit._check_resharding import VIEWS, result_of, size_of
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
-from fsdp_jax.hlo._program import Moved, Program
+from fsdp_jax.hlo._program import CommunicatedArray, Program
 from fsdp_jax.sharding._plan import ROOT
 
 Weight = tuple[str, Key]
@@ -66,7 +66,9 @@ def sizes_of(expected: Sequence[ExpectedCollective]) -> Sizes:
 
 
 def unsharded(
-    program: Program, arrays: Sequence[Moved], expected: Sequence[ExpectedCollective]
+    program: Program,
+    arrays: Sequence[CommunicatedArray],
+    expected: Sequence[ExpectedCollective],
 ) -> Unsharded:
     """Returns how many units are unsharded at once, by the schedule of a program.
 
@@ -93,7 +95,7 @@ def unsharded(
 
 
 def units_an_iteration(
-    arrays: Sequence[Moved], expected: Sequence[ExpectedCollective]
+    arrays: Sequence[CommunicatedArray], expected: Sequence[ExpectedCollective]
 ) -> int:
     """Returns the most units that one iteration of a loop gathers ahead; at least 1.
 
@@ -110,7 +112,7 @@ def units_an_iteration(
     return max([1, *(_count(weights, sizes) for weights in bodies.values())])
 
 
-def _unit(one: Moved, sizes: Sizes) -> str | None:
+def _unit(one: CommunicatedArray, sizes: Sizes) -> str | None:
     """Returns the unit of a gathered weight, by its scope or else by its form."""
     if (unit := one.unit) is not None and unit in sizes:
         return unit if key_of(one) in sizes[unit] else None

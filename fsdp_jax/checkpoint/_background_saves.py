@@ -104,9 +104,9 @@ class BackgroundSaves:
         """Returns whether the policy says to save a step."""
         return self._manager.should_save(step)
 
-    def reached_preemption(self, step: int) -> bool:
-        """Returns whether all processes are to stop at a step."""
-        return self._manager.reached_preemption(step)
+    def must_stop(self) -> bool:
+        """Returns whether all processes are to stop; to be called once a step."""
+        return self._manager.must_stop()
 
     def newest(self) -> int | None:
         """Returns the newest step that the manager knows of."""

@@ -269,7 +269,7 @@ class Checkpointer:
           SystemExit: After SIGTERM, once the step is committed.
         """
         self._check_is_newest(step)
-        stop = self._terminated.is_set() or self._saves.reached_preemption(step)
+        stop = self._terminated.is_set() or self._saves.must_stop()
         if stop and latest_step(self._path) == step:
             raise SystemExit(_KILLED_BY_SIGTERM)
         persistent = stop or self._saves.is_due(step)

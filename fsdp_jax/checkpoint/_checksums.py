@@ -5,6 +5,9 @@ TensorStore, verifies the codecs named in an array's metadata, so it suffices to
 the codec when the array is created. Orbax has no option for that. This module replaces
 the one private function that builds the metadata, with effect for our handler only
 (`_compat.ZARR_METADATA`).
+
+Local checkpoints are not zarr: `local/_format.py` has a CRC-32 of its own for the
+header and for each shard.
 """
 
 from __future__ import annotations

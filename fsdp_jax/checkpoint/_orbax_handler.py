@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -207,6 +208,29 @@ def file_bytes(num_bytes: int) -> int:
     return max(_FILE_BYTES, num_bytes // jax.process_count() // _MAX_FILES)
 
 
+# Questions of this process to jax's preemption service, which keeps one count as well.
+_questions = itertools.count(1)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Manager that numbers its questions whether to stop from 1, and not by steps.
+
+    Processes stop at the question after the last that any of them had asked at the
+    signal, which is 1 before the first. By steps a resumed run would never ask that.
+    """
+
+    _stops = False
+
+    def must_stop(self) -> bool:
+        """Asks whether all processes are to stop now; once after each step."""
+        self._stops = super().reached_preemption(next(_questions))
+        return self._stops
+
+    def reached_preemption(self, step: int) -> bool:
+        """Returns the last answer; Orbax asks several times about a step."""
+        return self._stops
+
+
 @contextlib.contextmanager
 def manager(
     path: str | os.PathLike[str], handler: StateHandler, **options: Any
@@ -221,9 +245,7 @@ def manager(
         create=True, atomicity_options=atomicity(directory), **options
     )
     try:
-        made = ocp.CheckpointManager(
-            directory, options=given, item_handlers={ITEM: handler}
-        )
+        made = _Manager(directory, options=given, item_handlers={ITEM: handler})
     except ValueError as error:
         if files := _mistyped_notes(directory):
             raise DamagedCheckpointError(

@@ -60,43 +60,50 @@ class Collective:
 
 
 def collective_of(
-    module: Module, computation: Computation, one: Instruction
+    module: Module, computation: Computation, instruction: Instruction
 ) -> Collective | None:
-    """Returns the collective that `one` runs or starts, or None.
+    """Returns the collective that an instruction runs or starts, or None.
 
     Args:
       module: Module of the instruction.
       computation: Computation of the instruction.
-      one: Instruction.
+      instruction: Instruction of the computation.
     """
-    op = one.opcode.removesuffix("-start")
+    op = instruction.opcode.removesuffix("-start")
     # XLA wraps an asynchronous op without an opcode of its own in a computation.
-    if one.opcode == "async-start":
-        within = module[one.calls[0]]
+    if instruction.opcode == "async-start":
+        within = module[instruction.calls[0]]
         return collective_of(module, within, within.root)
     if op not in OPS:
         return None
     sent = tuple(
-        shape for name in one.operands for shape in computation.by_name[name].shapes
+        shape
+        for name in instruction.operands
+        for shape in computation.by_name[name].shapes
     )
     if op == "ragged-all-to-all":  # Further operands are the output, offsets and sizes.
         sent = sent[:1]
     return Collective(
-        op, sent, _received(computation, one, sent), _groups(one), one.op_name, one.name
+        op,
+        sent,
+        _received(computation, instruction, sent),
+        _groups(instruction),
+        instruction.op_name,
+        instruction.name,
     )
 
 
 def _received(
-    computation: Computation, one: Instruction, sent: tuple[Shape, ...]
+    computation: Computation, instruction: Instruction, sent: tuple[Shape, ...]
 ) -> tuple[Shape, ...]:
     """Returns the shapes of the result; of the `-done` if it is asynchronous."""
-    if not one.opcode.endswith("-start"):
-        return one.shapes
-    for reader in computation.readers.get(one.name, []):
+    if not instruction.opcode.endswith("-start"):
+        return instruction.shapes
+    for reader in computation.readers.get(instruction.name, []):
         if reader.opcode.endswith("-done"):
             return reader.shapes
     # A `-start` without `-done` returns a tuple of its operands and its results.
-    return one.shapes[len(sent) :] or one.shapes
+    return instruction.shapes[len(sent) :] or instruction.shapes
 
 
 def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
@@ -151,9 +158,9 @@ def groups_along(sizes: Sequence[int], dims: Sequence[int]) -> Groups:
     return frozenset(map(tuple, groups.values()))
 
 
-def _groups(one: Instruction) -> Groups:
+def _groups(instruction: Instruction) -> Groups:
     """Parses the replica groups of a collective from any of XLA's notations."""
-    text = one.attributes
+    text = instruction.attributes
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return _rings(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
     found = re.search(r"replica_groups=(.*?)(?:, \w+=|$)", text)

@@ -124,18 +124,18 @@ class Computation:
     def parameters(self) -> dict[int, Instruction]:
         """Parameter instructions by number."""
         found = {}
-        for one in self.instructions:
-            if one.opcode == "parameter":
-                found[int(one.operands[0])] = one
+        for instruction in self.instructions:
+            if instruction.opcode == "parameter":
+                found[int(instruction.operands[0])] = instruction
         return found
 
     @functools.cached_property
     def readers(self) -> dict[str, list[Instruction]]:
         """Instructions that read each result, by the name of the result."""
         readers: dict[str, list[Instruction]] = {}
-        for one in self.instructions:
-            for operand in dict.fromkeys(one.operands):
-                readers.setdefault(operand, []).append(one)
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                readers.setdefault(operand, []).append(instruction)
         return readers
 
 

@@ -46,7 +46,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class CommunicatedArray:
     """One array of one collective.
 
     Attributes:
@@ -122,7 +122,7 @@ def program_of(compiled: Any, mesh: Mesh) -> Program:
     )
 
 
-def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
+def communicated_arrays(program: Program, mesh: Mesh) -> Iterator[CommunicatedArray]:
     """Yields every array of every executed collective between two or more devices."""
     is_in_order = program.is_lowered or program.is_cpu
     for run in walk(program.module):
@@ -139,10 +139,20 @@ def moved(program: Program, mesh: Mesh) -> Iterator[Moved]:
         else:
             dims = [(a.dtype, a.dims, b.dims) for a, b in pairs]
         for index, (dtype, sent, received) in enumerate(dims):
-            yield Moved(
-                *(found.op, dtype, sent, received, axes, run.times, run.loops),
-                *(run.scope, run.computation, run.instruction, index),
-                *(is_in_order, run.is_in_branch),
+            yield CommunicatedArray(
+                op=found.op,
+                dtype=dtype,
+                sent=sent,
+                received=received,
+                axes=axes,
+                times=run.times,
+                loops=run.loops,
+                scope=run.scope,
+                computation=run.computation,
+                instruction=run.instruction,
+                index=index,
+                is_in_order=is_in_order,
+                is_in_branch=run.is_in_branch,
             )
 
 
@@ -156,24 +166,22 @@ def loops(program: Program) -> Iterator[Instruction]:
 def arguments(program: Program) -> Iterator[tuple[str, Dims]]:
     """Yields `(path, dims on one device)` of each named argument."""
     entry = program.module[program.module.entry]
-    for one in entry.parameters.values():
-        path = one.op_name.replace("\\'", "'")
-        if path and one.shapes:
-            pieces = _pieces(one) if program.is_lowered else ()
-            dims = one.shapes[0].dims
-            yield (
-                path,
-                tuple(
-                    size // (pieces[d] if d < len(pieces) else 1)
-                    for d, size in enumerate(dims)
-                ),
-            )
+    for instruction in entry.parameters.values():
+        path = instruction.op_name.replace("\\'", "'")
+        if path and instruction.shapes:
+            dims = instruction.shapes[0].dims
+            if program.is_lowered:
+                counts = _num_shards(instruction, len(dims))
+                dims = tuple(d // n for d, n in zip(dims, counts, strict=True))
+            yield path, dims
 
 
-def _pieces(one: Instruction) -> Dims:
-    """Returns the number of shards per dim of a lowered argument; () if unsharded."""
-    found = re.search(r"sharding=\{devices=\[([\d,]+)\]", one.attributes)
-    return tuple(int(n) for n in found[1].split(",")) if found else ()
+def _num_shards(instruction: Instruction, ndim: int) -> Dims:
+    """Returns the number of shards in each dim of a lowered argument."""
+    found = re.search(r"sharding=\{devices=\[([\d,]+)\]", instruction.attributes)
+    counts = [int(n) for n in found[1].split(",")] if found else []
+    # Behind the dims HLO may list a count of replicas, or nothing at all.
+    return tuple([*counts, *[1] * ndim][:ndim])
 
 
 def _results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, Dims]]:

@@ -41,37 +41,43 @@ def walk(module: Module) -> Iterator[Executed]:
 
 def _walk(module: Module, caller: Executed) -> Iterator[Executed]:
     """Yields the instructions of `caller.computation` and of those that it calls."""
-    for one in caller.computation.instructions:
-        run = caller._replace(instruction=one, scope=_scope(caller.scope, one))
+    for instruction in caller.computation.instructions:
+        run = caller._replace(
+            instruction=instruction, scope=_scope(caller.scope, instruction)
+        )
         yield run
-        if one.opcode == "while":
+        if instruction.opcode == "while":
             body = run._replace(
-                computation=module[one.calls[0]],
-                times=run.times * _trips(module, one),
-                loops=(*run.loops, one.name),
+                computation=module[instruction.calls[0]],
+                times=run.times * _trips(module, instruction),
+                loops=(*run.loops, instruction.name),
             )
             yield from _walk(module, body)
-        elif one.opcode in ("call", "conditional"):
-            may_skip = run.is_in_branch or one.opcode == "conditional"
-            for name in one.calls:
+        elif instruction.opcode in ("call", "conditional"):
+            may_skip = run.is_in_branch or instruction.opcode == "conditional"
+            for name in instruction.calls:
                 inner = run._replace(computation=module[name], is_in_branch=may_skip)
                 yield from _walk(module, inner)
 
 
-def _scope(around: str, one: Instruction) -> str:
+def _scope(around: str, instruction: Instruction) -> str:
     # In a lowered program op names are relative to the enclosing function.
-    is_absolute = one.op_name.lstrip("(").startswith("jit(")
-    return one.op_name if is_absolute else f"{around}/{one.op_name}".strip("/")
+    is_absolute = instruction.op_name.lstrip("(").startswith("jit(")
+    return (
+        instruction.op_name
+        if is_absolute
+        else f"{around}/{instruction.op_name}".strip("/")
+    )
 
 
-def _trips(module: Module, one: Instruction) -> int:
+def _trips(module: Module, instruction: Instruction) -> int:
     """Returns the number of iterations of a loop; 1 if unknown.
 
     In a lowered program the number is only in the loop's condition.
     """
-    if one.trip_count is not None:
-        return one.trip_count
-    named = re.search(r"condition=%?([\w.\-]+)", one.attributes)
+    if instruction.trip_count is not None:
+        return instruction.trip_count
+    named = re.search(r"condition=%?([\w.\-]+)", instruction.attributes)
     if not named:
         return 1
     condition = module[named[1]]

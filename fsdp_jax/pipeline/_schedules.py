@@ -49,6 +49,22 @@ class _Carry(NamedTuple):
     outs: PyTree
 
 
+class _BackwardCarry(NamedTuple):
+    """What a backward changes of the carry.
+
+    Attributes:
+      d_message: Before, the cotangent of the chunk's output; after, that of its input.
+      grads: Sum of the gradients of the backward turns so far.
+      state: Model state.
+      outs: (total, count, aux) of each microbatch.
+    """
+
+    d_message: list[Array]
+    grads: Grads
+    state: PyTree
+    outs: PyTree
+
+
 # Microbatches by tick, 2 stages of one chunk, 4 microbatches, 3 slots:
 #
 #     tick                0   1   2   3   4   5
@@ -93,7 +109,7 @@ def one_forward_one_backward(
     partition = FloatPartition.of(shapes)
     start = _first_carry(stage, partition, shapes, state)
 
-    def tick(carry: _Carry, tick: Array) -> tuple[_Carry, None]:
+    def body(carry: _Carry, tick: Array) -> tuple[_Carry, None]:
         ahead = schedule.forward(tick, stage.index)
         behind = schedule.backward(tick, stage.index)
         # Each send stands before computation that does not depend on it, so that XLA
@@ -113,15 +129,15 @@ def one_forward_one_backward(
             )
         message = pass_on(message, num_stages, 1)
         with turns_scope(schedule.stages.num_chunks - 1, schedule.ticks):
-            changed = lax.cond(
+            after = lax.cond(
                 behind.is_due,
-                lambda *args: _backward(stage, partition, scale, behind, inputs, *args),
-                lambda *args: args,
-                *(d_message, carry.grads, carry.state, carry.outs),
+                lambda x: _backward(stage, partition, scale, behind, inputs, x),
+                lambda x: x,
+                _BackwardCarry(d_message, carry.grads, carry.state, carry.outs),
             )
-        return _Carry(message, changed[0], inputs, *changed[1:]), None
+        return _Carry(message, inputs=inputs, **after._asdict()), None
 
-    last, _ = lax.scan(tick, start, jnp.arange(schedule.ticks))
+    last, _ = lax.scan(body, start, jnp.arange(schedule.ticks))
     return last.grads, *from_last(num_stages, (last.state, last.outs))
 
 
@@ -152,15 +168,13 @@ def _backward(
     scale: Any,
     turn: Turn,
     inputs: PyTree,
-    d_message: list[Array],
-    grads: Grads,
-    state: PyTree,
-    outs: PyTree,
-):
+    carry: _BackwardCarry,
+) -> _BackwardCarry:
     """Recomputes one chunk and runs its backward.
 
-    Adds to `grads`, and on the last chunk writes `state` and `outs`.
+    Adds to the gradients, and on the last chunk writes the model state and the outputs.
     """
+    d_message, grads, state, outs = carry
     message = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, turn.slot, keepdims=False), inputs
     )
@@ -186,7 +200,7 @@ def _backward(
     ]
     state = jax.tree.map(lambda o, n: jnp.where(is_last, n, o), state, after)
     outs = _put(outs, (total, count, aux), turn.microbatch, is_last)
-    return d_message, grads, state, outs
+    return _BackwardCarry(d_message, grads, state, outs)
 
 
 def all_forward_all_backward(
@@ -217,7 +231,7 @@ def forward_pass(stage: Stage, state: PyTree) -> tuple[PyTree, Any]:
 
 
 def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
-    """Runs the loop of all forwards, of which backward recomputes each tick.
+    """Runs the loop of all forwards; each tick is rematerialized in backward.
 
     Returns:
       The sum of the losses that this stage computed: 0 except on the last one. The
@@ -227,8 +241,8 @@ def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
     empty = jax.tree.map(zeros_of, stage.message(state))
 
     @jax.checkpoint
-    def tick(loop, tick):
-        message, state = loop
+    def body(carry, tick):
+        message, state = carry
         turn = schedule.forward(tick, stage.index)
 
         def run(message, state):
@@ -256,7 +270,7 @@ def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
         return (message, state), out
 
     ticks = jnp.arange(schedule.forward_ticks)
-    (_, state), outs = lax.scan(tick, (empty, state), ticks)
+    (_, state), outs = lax.scan(body, (empty, state), ticks)
     # One output a tick. A microbatch's is that of the tick of its last chunk.
     last = [schedule.last_tick(m) for m in range(schedule.num_microbatches)]
     outs = jax.tree.map(lambda x: x[jnp.array(last)], outs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import optax
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._leaf_names import flatten
 from fsdp_jax.replay._digest import DeviceDigests, device_digests, state_digest
-from fsdp_jax.replay._suspects import Verdict, suspects
+from fsdp_jax.replay._suspects import CorruptionReport, suspect_devices
 from fsdp_jax.resharding import reshard
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._state import TrainState
@@ -28,15 +29,15 @@ class CorruptionError(RuntimeError):
     """A step, or the state between two steps, is not what it should be.
 
     Attributes:
-      verdict: What was found.
+      report: What was found.
     """
 
-    def __init__(self, verdict: Verdict):
+    def __init__(self, report: CorruptionReport):
         super().__init__(
-            f"Silent corruption {verdict}. Go on from the last checkpoint before it, "
+            f"Silent corruption {report}. Go on from the last checkpoint before it, "
             "without these devices."
         )
-        self.verdict = verdict
+        self.report = report
 
 
 class PlannedStep(Protocol):
@@ -53,7 +54,7 @@ class PlannedStep(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Witness:
+class ReplayStep:
     """A step that replays: the same model, loss and optimizer on other devices.
 
     Attributes:
@@ -72,54 +73,67 @@ class Witness:
 
 
 class ReplayCheck:
-    """Train step that replays some of its steps, and watches the state between all.
+    """Train step that replays some of its steps and checks the state between all.
 
-    ```
-    def rolled(by):
-        devices = np.roll(jax.devices(), by)
-        plan = fsdp.fully_shard(make_model, fsdp.make_mesh(devices=devices), units)
-        return fsdp.replay.Witness(fsdp.make_train_step(plan, loss_fn, tx), tx)
+    Before each step, the shards' digests must equal those after the previous step.
+    Every `every` steps, the step is also replayed from a host copy on the first replay
+    plan. Parameters, optimizer state, model state, loss and gradient norm must be
+    equal; gradients are compared by what they make of moments and parameters. If they
+    differ, the second replay decides: the one of three that differs is wrong.
 
-    step = fsdp.replay.ReplayCheck(rolled(0), [rolled(1), rolled(2)], every=100)
-    state, metrics = step(state, batch)
-    ```
-
-    Each step: the digest of every device's shards is that of the end of the last one.
-    Each `every` steps: the state is copied to host memory, the step runs, and the first
-    witness does it again from the copy. Parameters, optimizer state, model state, loss
-    and norm of the gradient are compared; gradients themselves only by what they make
-    of moments and parameters. If they differ, the second witness votes, and what two
-    of three have is taken as right.
-
-    Meanwhile the devices of a witness hold its state too, and the host a copy.
+    During a replay its devices store its state beside the new one.
 
     Args:
       checked: Step to check, with its optimizer.
-      witnesses: Two witnesses; the second is compiled and run for a vote only.
+      replays: Two replay steps; the second is compiled and run only if the first
+        differs.
       every: Interval of steps to replay, by `state.step`; 0 for none.
       rtol: None to compare bits, where ranks are exchanged on a mesh of the same shape;
         else the largest difference of an element, relative to the largest magnitude in
         its leaf, where the mesh sums in another order.
 
     Raises:
-      ValueError: If `every` is negative, or there are not two witnesses.
+      ValueError: If `every` is negative, there are not two replays, `rtol` is
+        negative or not finite, or the job has several processes: shards are compared
+        where they are, and a process sees its own alone.
+
+    Examples:
+      >>> def replay_step(shift):
+      ...     devices = jax.devices()[shift:] + jax.devices()[:shift]
+      ...     mesh = fsdp.make_mesh(devices=devices)
+      ...     plan = fsdp.fully_shard(make_model, mesh, [fsdp.Stacked("layers")])
+      ...     step = fsdp.make_train_step(plan, loss_fn, tx)
+      ...     return fsdp.replay.ReplayStep(step, tx)
+      >>> checked, *replays = (replay_step(shift) for shift in range(3))
+      >>> step = fsdp.replay.ReplayCheck(checked, replays, every=100)
+      >>> state = fsdp.init_state(plan, tx, params)
+      >>> state, metrics = step(state, batch)
     """
 
     def __init__(
         self,
-        checked: Witness,
-        witnesses: Sequence[Witness],
+        checked: ReplayStep,
+        replays: Sequence[ReplayStep],
         *,
         every: int = 100,
         rtol: float | None = None,
     ):
-        if every < 0 or len(witnesses) != 2:
+        if every < 0 or len(replays) != 2:
             raise ValueError(
-                f"ReplayCheck({len(witnesses)} witnesses, {every=}): pass 2 witnesses, "
-                "the second for a third vote, and an interval of at least 1, or 0 to "
-                "watch the state between steps alone."
+                f"ReplayCheck({len(replays)} replays, {every=}): pass 2 replays, the "
+                "second to decide if the first differs, and an interval of at least 1, "
+                "or 0 to check the state between steps alone."
             )
-        self._checked, self._witnesses = checked, tuple(witnesses)
+        if rtol is not None and not 0 <= rtol < math.inf:
+            raise ValueError(
+                f"ReplayCheck({rtol=}): pass a finite number, at least 0, or None."
+            )
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"ReplayCheck compares the shards of one process, and this job has "
+                f"{jax.process_count()}. Run all devices of a replay in one process."
+            )
+        self._checked, self._replays = checked, tuple(replays)
         self._every, self._rtol = every, rtol
         self._last: DeviceDigests | None = None
 
@@ -151,7 +165,7 @@ class ReplayCheck:
         if changed:
             leaves = tuple(sorted({n for names in changed.values() for n in names}))
             raise CorruptionError(
-                Verdict(number, True, leaves, "the state", tuple(changed))
+                CorruptionReport(number, leaves, "state", tuple(changed))
             )
 
     def _check_replayed(
@@ -162,34 +176,34 @@ class ReplayCheck:
         metrics: PyTree,
         number: int,
     ) -> None:
-        votes = [(new, metrics), self._vote(0, kept, batch)]
-        leaves = self._differences(votes[0], votes[1])
+        results = [(new, metrics), self._replayed(0, kept, batch)]
+        leaves = self._differences(results[0], results[1])
         if not leaves:
             return
-        votes.append(self._vote(1, kept, batch))
-        if not self._differences(votes[1], votes[2]):
-            wrong, right, who = 0, 1, "the step"
-        elif not self._differences(votes[0], votes[2]):
-            wrong, right, who = 1, 0, "the replay"
+        results.append(self._replayed(1, kept, batch))
+        if not self._differences(results[1], results[2]):
+            wrong, right, what = 0, 1, "step"
+        elif not self._differences(results[0], results[2]):
+            wrong, right, what = 1, 0, "replay"
         else:
-            raise CorruptionError(Verdict(number, False, leaves, "undecided", ()))
-        voter = (self._checked, *self._witnesses)[wrong]
-        there = [reshard(s, voter.plan, voter.tx) for s in (kept, votes[right][0])]
-        devices = suspects(
+            raise CorruptionError(CorruptionReport(number, leaves, "undecided"))
+        run = (self._checked, *self._replays)[wrong]
+        there = [reshard(s, run.plan, run.tx) for s in (kept, results[right][0])]
+        devices = suspect_devices(
             there[0],
-            votes[wrong][0],
+            results[wrong][0],
             there[1],
-            voter.plan.mesh,
-            (_rank_losses(votes[wrong][1]), _rank_losses(votes[right][1])),
+            run.plan.mesh,
+            (_rank_losses(results[wrong][1]), _rank_losses(results[right][1])),
         )
-        raise CorruptionError(Verdict(number, False, leaves, who, devices))
+        raise CorruptionError(CorruptionReport(number, leaves, what, devices))
 
-    def _vote(self, index: int, kept: TrainState, batch: PyTree) -> Any:
-        witness = self._witnesses[index]
-        return witness.step(reshard(kept, witness.plan, witness.tx), batch)
+    def _replayed(self, index: int, kept: TrainState, batch: PyTree) -> Any:
+        replay = self._replays[index]
+        return replay.step(reshard(kept, replay.plan, replay.tx), batch)
 
     def _differences(self, a: Any, b: Any) -> tuple[str, ...]:
-        """Returns the names of leaves and metrics that differ between two votes."""
+        """Returns the names of leaves and metrics that differ between two results."""
         (state, metrics), (other, others) = a, b
         if self._rtol is None:
             leaves = state_digest(state).differences(state_digest(other))
@@ -199,7 +213,7 @@ class ReplayCheck:
 
 
 def with_rank_losses(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the loss of each data rank to `aux`, by which a verdict can name a rank.
+    """Adds the loss of each data rank to `aux`, by which a report can name a rank.
 
     Args:
       loss_fn: Loss function that returns `(loss, aux)`, `aux` a dict; the sum and the

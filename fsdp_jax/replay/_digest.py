@@ -1,9 +1,9 @@
 """Digests of a state: of each device's shards, and of values on any mesh.
 
 A leaf's digest is two sums, modulo 2^32, of a hash of each element's bits and its index
-in the logical shape. The hash is a bijection of the bits, so that a single changed
-element always changes both sums; sums do not depend on an order, so that digests of
-shards add up to that of the leaf, on any mesh.
+in the logical shape. The hash is a bijection of a 32-bit word, so that a change of one
+word always changes both sums; an element of 64 bits is two words. Sums do not depend on
+an order, so that digests of shards add up to that of the leaf, on any mesh.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fsdp_jax.sharding._ambient_mesh import own_mesh
 from fsdp_jax.sharding._chunks import chunks
 from fsdp_jax.training._cpu_sync import settle
 
-_SALTS = (0x243F6A88, 0x85A308D3)
-_WORD = 0x9E3779B9
+_SEEDS = (0x243F6A88, 0x85A308D3)  # First 64 bits of pi: two independent seeds.
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio; odd, so index * _GOLDEN is a bijection.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,10 +206,10 @@ def _digest(
         index = index + at * jnp.uint32(stride)
         inside = inside & (at < jnp.uint32(size))
     sums = []
-    for salt in _SALTS:
+    for seed in _SEEDS:
         terms = jnp.zeros(shard.shape, jnp.uint32)
         for number, word in enumerate(_words(shard)):
-            place = index * jnp.uint32(_WORD) + jnp.uint32((salt + number) % 2**32)
+            place = index * jnp.uint32(_GOLDEN) + jnp.uint32((seed + number) % 2**32)
             terms = terms + _hash(word ^ _hash(place))
         sums.append(jnp.sum(jnp.where(inside, terms, 0), dtype=jnp.uint32))
     return jnp.stack(sums)

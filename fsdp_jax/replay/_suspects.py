@@ -1,9 +1,9 @@
-"""Which device a wrong step points to, from the states that the votes computed."""
+"""What a check reports, and the devices that a wrong step points to."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -22,35 +22,42 @@ _BEYOND_UPDATES = 4.0
 _ROUNDINGS = 16
 
 
+Wrong = Literal["step", "replay", "state", "undecided"]
+
+
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class CorruptionReport:
     """What a check found.
 
     Attributes:
       step: Number of the step, `state.step` after it.
-      between_steps: Whether the state changed between two steps, and not within one.
       leaves: Names of the leaves that are wrong.
-      wrong: What is wrong: "the step", "the replay", "the state", or "undecided" if no
-        two of three votes agree.
-      devices: Devices that it points to; () if the values point to none.
+      wrong: Computation that is wrong: "step", "replay", "state" if the state changed
+        between two steps, or "undecided" if no two of three results are equal.
+      devices: Devices that the values point to; () if they point to none.
+
+    Examples:
+      >>> report = fsdp.replay.CorruptionReport(7, ("params.w",), "step", ())
+      >>> print(report)
+      in step 7: the step; no single device; params.w
     """
 
     step: int
-    between_steps: bool
     leaves: tuple[str, ...]
-    wrong: str
-    devices: tuple[Any, ...]
+    wrong: Wrong
+    devices: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        """Returns a line that names step, vote, devices and leaves."""
-        when = "before" if self.between_steps else "in"
+        """Returns a line that names step, computation, devices and leaves."""
+        when = "before" if self.wrong == "state" else "in"
+        what = self.wrong if self.wrong == "undecided" else f"the {self.wrong}"
         shown = ", ".join(map(str, self.devices)) or "no single device"
         more = f" and {len(self.leaves) - 5} more" if len(self.leaves) > 5 else ""
         leaves = ", ".join(self.leaves[:5]) + more
-        return f"{when} step {self.step}: {self.wrong}; {shown}; {leaves}"
+        return f"{when} step {self.step}: {what}; {shown}; {leaves}"
 
 
-def suspects(
+def suspect_devices(
     old: PyTree,
     wrong: PyTree,
     right: PyTree,
@@ -67,7 +74,7 @@ def suspects(
     Args:
       old: State before the step, on the mesh of the wrong one.
       wrong: State after it.
-      right: State after it as the other votes have it, on the same mesh.
+      right: State after it by the two equal results, on the same mesh.
       mesh: Mesh of the step that is wrong.
       losses: Loss of each data rank in the wrong step and in a right one; None if they
         were not recorded.

@@ -39,7 +39,7 @@ class LeafMove:
     @property
     def bytes_moved(self) -> int:
         """Bytes that devices receive from others."""
-        return self._bytes(*(p for p in self.pieces if p.moves))
+        return self._bytes(*(p for p in self.pieces if p.is_sent))
 
     @property
     def bytes_between_processes(self) -> int:
@@ -53,7 +53,7 @@ class LeafMove:
         """Bytes that the devices of this process receive from others."""
         here = jax.process_index()
         return self._bytes(
-            *(p for p in self.pieces if p.moves and _process(p.target) == here)
+            *(p for p in self.pieces if p.is_sent and _process(p.target) == here)
         )
 
     @property
@@ -114,8 +114,8 @@ class Moves:
 
         The leaves that have not moved, those that have, and two pieces: one that is cut
         and one that is received. Without `donate` the old state stays beside the new.
-        A stack of matrices of `layer_wise` adds its own bytes twice while it is taken
-        apart or put together, and a leaf in host memory passes through the device.
+        Leaves in host memory are counted as if they were on the device. Not counted: a
+        `layer_wise` stack needs its own bytes twice more while it is split or joined.
         """
         live = self._stored(before=True)
         peak = Counter(live)

@@ -11,10 +11,8 @@ from typing import Any
 
 import jax
 
+from fsdp_jax._box import Box, full_box, num_elements, overlap
 from fsdp_jax.sharding._chunks import Chunk, chunks
-
-Box = tuple[tuple[int, int], ...]
-"""Start and stop of each dim, in the whole array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Piece:
         return math.prod(self.sizes)
 
     @property
-    def moves(self) -> bool:
-        """Whether it leaves its device."""
+    def is_sent(self) -> bool:
+        """Whether another device than the source receives it."""
         return self.source != self.target
 
 
@@ -62,21 +60,27 @@ def pieces_between(
       after: Abstract array in its padded shape, with its sharding.
       shape: Logical shape: padding behind it is neither read nor written.
       max_elements: Size of a piece, at most.
+
+    Returns:
+      Pieces, target by target. Together they cover the logical part of each shard of
+      `after` once.
     """
     holders: dict[Box, list[Any]] = defaultdict(list)
     for chunk in chunks(before):
-        holders[_box(chunk)].append(chunk.device)
-    inside = tuple((0, size) for size in shape)
+        holders[chunk.box].append(chunk.device)
+    logical = full_box(shape)
     sent: Counter[Any] = Counter()
     found = []
     for chunk in chunks(after):
-        wanted = _overlap(_box(chunk), inside)
-        for box, devices in holders.items() if wanted else ():
-            part = _overlap(wanted, box)
+        wanted = overlap(chunk.box, logical)
+        if wanted is None:
+            continue
+        for box, devices in holders.items():
+            part = overlap(wanted, box)
             if part is None:
                 continue
             source = _choose(devices, chunk.device, sent)
-            sent[source] += _volume(part)
+            sent[source] += num_elements(part)
             for small in _divided(part, max_elements):
                 found.append(_piece(source, box, chunk, small))
     return found
@@ -120,8 +124,8 @@ def is_same_place(
 ) -> bool:
     """Returns whether each device has the same part before and after."""
     return before.shape == after.shape and {
-        chunk.device: _box(chunk) for chunk in chunks(before)
-    } == {chunk.device: _box(chunk) for chunk in chunks(after)}
+        chunk.device: chunk.box for chunk in chunks(before)
+    } == {chunk.device: chunk.box for chunk in chunks(after)}
 
 
 def _choose(devices: Sequence[Any], target: Any, sent: Counter[Any]) -> Any:
@@ -144,27 +148,11 @@ def _piece(source: Any, held: Box, chunk: Chunk, part: Box) -> Piece:
 
 def _divided(box: Box, max_elements: int) -> list[Box]:
     """Divides a box along its first dims until each part is small enough."""
-    if _volume(box) <= max_elements:
+    if num_elements(box) <= max_elements:
         return [box]
     dim = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
     start, stop = box[dim]
-    step = max(1, (stop - start) * max_elements // _volume(box))
+    step = max(1, (stop - start) * max_elements // num_elements(box))
     cuts = [*range(start, stop, step), stop]
     parts = [(*box[:dim], pair, *box[dim + 1 :]) for pair in itertools.pairwise(cuts)]
     return [small for part in parts for small in _divided(part, max_elements)]
-
-
-def _box(chunk: Chunk) -> Box:
-    pairs = zip(chunk.offsets, chunk.sizes, strict=True)
-    return tuple((offset, offset + size) for offset, size in pairs)
-
-
-def _overlap(a: Box | None, b: Box) -> Box | None:
-    if a is None:
-        return None
-    common = [(max(r[0], s[0]), min(r[1], s[1])) for r, s in zip(a, b, strict=True)]
-    return tuple(common) if all(start < stop for start, stop in common) else None
-
-
-def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)

@@ -53,7 +53,7 @@ def reshard(
     Raises:
       ValueError: If the state does not fit the plan; lists all leaves that do not,
         before anything moves.
-      RuntimeError: If other bytes have moved than `plan_moves` says.
+      RuntimeError: If the bytes received differ from those planned, which is a bug.
 
     Examples:
       >>> state = fsdp.init_state(plan, tx, params)
@@ -92,7 +92,7 @@ def plan_moves(
     donate: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Moves:
-    """Says what `reshard` moves with the same arguments, and moves nothing.
+    """Plans the transfers of `reshard` without running them.
 
     Args:
       state: State or parameters, as for `reshard`, or abstract ones, such as
@@ -101,6 +101,9 @@ def plan_moves(
       tx: Optimizer made for `plan`; None for parameters alone.
       donate: Whether each leaf is deleted as soon as its copy is complete.
       chunk_bytes: Bytes of a piece, at most.
+
+    Returns:
+      Pieces of each leaf with their devices and bytes, in the order of transfer.
 
     Raises:
       ValueError: If the state does not fit the plan; lists all leaves that do not.
@@ -134,7 +137,7 @@ def _target(
 
 
 def _abstract(tree: PyTree) -> dict[str, Leaf]:
-    """Returns the abstract leaves by name; no stack is taken apart for it."""
+    """Returns the abstract leaves by name, without splitting stacks."""
     found = {}
     for name, node in named_leaves(tree):
         is_stack = isinstance(node, MatrixStack)
@@ -170,11 +173,11 @@ def _kind(leaf: Leaf) -> str:
 
 
 class _Sources:
-    """Arrays of a state by name; a stack of matrices is taken apart when it is reached.
+    """Arrays of a state by name; a `MatrixStack` is split when its first part is lent.
 
     Args:
       state: State to move.
-      donate: Whether arrays are deleted after they are lent.
+      donate: Whether arrays of the state are deleted after they are lent.
     """
 
     def __init__(self, state: PyTree, donate: bool):
@@ -191,7 +194,7 @@ class _Sources:
 
     @contextlib.contextmanager
     def lent(self, part: str) -> Iterator[jax.Array]:
-        """Lends the array of a leaf, and deletes it afterwards if that was asked."""
+        """Lends the array of a leaf, and deletes it afterwards if it was donated."""
         name = self._node_of[part]
         node = self._nodes[name]
         if not isinstance(node, MatrixStack):
@@ -204,6 +207,7 @@ class _Sources:
             self._members |= jax.block_until_ready(members)
             if self._donate:
                 node.value.delete()
+        # A copy made by `parts`: freed in any case; the stack itself only if donated.
         array = self._members.pop(part)
         yield array
         array.delete()

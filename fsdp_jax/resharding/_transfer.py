@@ -1,10 +1,19 @@
 """Moves one array to another sharding, piece by piece between devices.
 
-A round is three programs: each source cuts a piece out of its shard, the pieces are
-sent, and each target writes its piece into its new shard. Cutting and writing are one
-program for all devices of a mesh with the one axis `device`, so that compile time does
-not grow with the number of devices. `jax.device_put` between two shardings of a mesh is
-one program too, but XLA may gather the whole array for it, and it does not say so.
+Shards of S devices are moved to T devices in rounds; in each a device reads and writes
+one piece of the shape `sizes`. All arrays are split over dim 0, a shard or a piece on
+each device, so that a program is the same for all devices and compile time does not
+grow with their number:
+
+    round | cut                        | send                | write
+    ------+----------------------------+---------------------+------------------------
+    reads | shards [S * s0, s1, ...]   | pieces, by source   | pieces, by target
+    makes | pieces [S * sizes[0], ...] | [T * sizes[0], ...] | shards [T * t0, t1, ...]
+    by    | `dynamic_slice`            | `ppermute`; in one  | `dynamic_update_slice`
+          |                            | process by copies   | where one was received
+
+`jax.device_put` between two shardings of a mesh is one program too, but XLA may gather
+the whole array for it, and it does not say so.
 """
 
 from __future__ import annotations
@@ -50,7 +59,7 @@ def transfer(
     """
     sources = _stacked(before)
     targets = _zeros(
-        _line([chunk.device for chunk in chunks(after)]),
+        _flat_mesh([chunk.device for chunk in chunks(after)]),
         _shard_shape(after),
         jnp.dtype(after.dtype),
     )
@@ -80,7 +89,8 @@ def copied(
     return _as_sharded(_stacked(_copy_program(before)), after)
 
 
-def _line(devices: Sequence[Any]) -> Mesh:
+def _flat_mesh(devices: Sequence[Any]) -> Mesh:
+    """Returns a mesh of the one axis `device`, in the order of `devices`."""
     return Mesh(np.array(devices), (_AXIS,))
 
 
@@ -94,12 +104,12 @@ def _shard_shape(array: Any) -> tuple[int, ...]:
 
 
 def _stacked(array: Array) -> Array:
-    """Returns the shards of all devices, one behind the other; nothing is copied."""
+    """Returns the shards of all devices, concatenated along dim 0, without a copy."""
     shape = _shard_shape(array)
-    line = _line([chunk.device for chunk in chunks(array)])
+    mesh = _flat_mesh([chunk.device for chunk in chunks(array)])
     return jax.make_array_from_single_device_arrays(
-        (line.size * shape[0], *shape[1:]),
-        NamedSharding(line, _EACH),
+        (mesh.size * shape[0], *shape[1:]),
+        NamedSharding(mesh, _EACH),
         [shard.data for shard in array.addressable_shards],
         dtype=array.dtype,
     )
@@ -115,29 +125,33 @@ def _as_sharded(stack: Array, like: jax.ShapeDtypeStruct) -> Array:
 
 
 def _cut(stack: Array, pairs: Sequence[Piece]) -> Array:
-    """Returns a piece of each device's shard; of a device that sends none, any."""
+    """Cuts a piece out of each device's shard.
+
+    Devices that send nothing return an arbitrary piece, which no one reads.
+    """
     starts = {piece.source: piece.read_at for piece in pairs}
-    line = _line(_devices(stack))
+    mesh = _flat_mesh(_devices(stack))
     sizes = pairs[0].sizes
-    return _cut_program(line, sizes)(stack, _per_device(line, starts, len(sizes)))
+    return _cut_program(mesh, sizes)(stack, _per_device(mesh, starts, len(sizes)))
 
 
 def _write(stack: Array, pieces: Array, pairs: Sequence[Piece]) -> Array:
     """Writes a piece into each device's shard, where it has received one."""
     starts = {piece.target: piece.write_at for piece in pairs}
-    line = _line(_devices(stack))
+    mesh = _flat_mesh(_devices(stack))
+    # 1 on devices that received a piece; the others keep their shard as it is.
     valid = {device: (1,) for device in starts}
-    given = (stack, pieces, _per_device(line, starts, stack.ndim))
-    return _write_program(line)(*given, _per_device(line, valid, 1))
+    given = (stack, pieces, _per_device(mesh, starts, stack.ndim))
+    return _write_program(mesh)(*given, _per_device(mesh, valid, 1))
 
 
 def _per_device(
-    line: Mesh, values: Mapping[Any, tuple[int, ...]], width: int
+    mesh: Mesh, values: Mapping[Any, tuple[int, ...]], width: int
 ) -> jax.Array:
     """Returns `int32[devices, width]`, a row on each device; 0 where none is given."""
-    rows = [values.get(device, (0,) * width) for device in line.devices.flat]
-    table = np.array(rows, np.int32).reshape(line.size, width)
-    sharding = NamedSharding(line, _EACH)
+    rows = [values.get(device, (0,) * width) for device in mesh.devices.flat]
+    table = np.array(rows, np.int32).reshape(mesh.size, width)
+    sharding = NamedSharding(mesh, _EACH)
     return jax.make_array_from_callback(table.shape, sharding, lambda i: table[i])
 
 
@@ -145,44 +159,48 @@ _copy_program = jax.jit(jnp.copy)
 
 
 @functools.lru_cache(maxsize=256)
-def _cut_program(line: Mesh, sizes: tuple[int, ...]) -> Any:
+def _cut_program(mesh: Mesh, sizes: tuple[int, ...]) -> Any:
     def local(shard, starts):
         return lax.dynamic_slice(shard, list(starts[0]), sizes)
 
-    return jax.jit(_mapped(local, line, 2))
+    return jax.jit(_mapped(local, mesh, 2))
 
 
 @functools.lru_cache(maxsize=256)
-def _write_program(line: Mesh) -> Any:
+def _write_program(mesh: Mesh) -> Any:
     def local(shard, piece, starts, valid):
         def write():
             return lax.dynamic_update_slice(shard, piece, list(starts[0]))
 
         return lax.cond(valid[0, 0] > 0, write, lambda: shard)
 
-    return jax.jit(_mapped(local, line, 4), donate_argnums=0)
+    return jax.jit(_mapped(local, mesh, 4), donate_argnums=0)
 
 
 @functools.lru_cache(maxsize=256)
-def _permute_program(line: Mesh, pairs: tuple[tuple[int, int], ...]) -> Any:
-    return jax.jit(_mapped(lambda x: lax.ppermute(x, _AXIS, pairs), line, 1))
+def _permute_program(mesh: Mesh, pairs: tuple[tuple[int, int], ...]) -> Any:
+    return jax.jit(_mapped(lambda x: lax.ppermute(x, _AXIS, pairs), mesh, 1))
 
 
-def _mapped(local: Any, line: Mesh, count: int) -> Any:
+def _mapped(local: Any, mesh: Mesh, count: int) -> Any:
     return jax.shard_map(
-        local, mesh=line, in_specs=(_EACH,) * count, out_specs=_EACH, check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=(_EACH,) * count,
+        out_specs=_EACH,
+        check_vma=False,
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _zeros_program(line: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
-    whole = (line.size * shape[0], *shape[1:])
-    sharding = NamedSharding(line, _EACH)
+def _zeros_program(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
+    whole = (mesh.size * shape[0], *shape[1:])
+    sharding = NamedSharding(mesh, _EACH)
     return jax.jit(lambda: jnp.zeros(whole, dtype), out_shardings=sharding)
 
 
-def _zeros(line: Mesh, shape: tuple[int, ...], dtype: Any) -> Array:
-    return _zeros_program(line, shape, dtype)()
+def _zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Array:
+    return _zeros_program(mesh, shape, dtype)()
 
 
 def _copy(
@@ -207,7 +225,7 @@ def _copy(
         piece = held[source]
         received += 0 if source == device else piece.nbytes
         shards.append(jax.device_put(piece, device))
-    return _of_shards(_line(targets), sizes, shards, cut.dtype), received
+    return _of_shards(_flat_mesh(targets), sizes, shards, cut.dtype), received
 
 
 def _permute(
@@ -216,28 +234,28 @@ def _permute(
     """Sends pieces by one `ppermute` over all devices that send or receive."""
     sizes = pairs[0].sizes
     sources = _devices(cut)
-    line = _line(sorted({*sources, *targets}, key=lambda device: device.id))
-    order = {device: i for i, device in enumerate(line.devices.flat)}
+    mesh = _flat_mesh(sorted({*sources, *targets}, key=lambda device: device.id))
+    order = {device: i for i, device in enumerate(mesh.devices.flat)}
     shards = {shard.device: shard.data for shard in cut.addressable_shards}
-    mine = [d for d in line.devices.flat if d.process_index == jax.process_index()]
+    mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     given = [
         shards[d] if d in shards else jax.device_put(np.zeros(sizes, cut.dtype), d)
         for d in mine
     ]
     links = tuple((order[piece.source], order[piece.target]) for piece in pairs)
-    stack = _of_shards(line, sizes, given, cut.dtype)
-    sent = jax.block_until_ready(_permute_program(line, links)(stack))
+    stack = _of_shards(mesh, sizes, given, cut.dtype)
+    sent = jax.block_until_ready(_permute_program(mesh, links)(stack))
     found = {shard.device: shard.data for shard in sent.addressable_shards}
-    received = [p for p in pairs if p.moves and p.target in found]
+    received = [p for p in pairs if p.is_sent and p.target in found]
     shards = [found[device] for device in targets if device in found]
     nbytes = sum(found[piece.target].nbytes for piece in received)
-    return _of_shards(_line(targets), sizes, shards, cut.dtype), nbytes
+    return _of_shards(_flat_mesh(targets), sizes, shards, cut.dtype), nbytes
 
 
 def _of_shards(
-    line: Mesh, sizes: tuple[int, ...], shards: Sequence[Any], dtype: Any
+    mesh: Mesh, sizes: tuple[int, ...], shards: Sequence[Any], dtype: Any
 ) -> Array:
-    shape = (line.size * sizes[0], *sizes[1:])
+    shape = (mesh.size * sizes[0], *sizes[1:])
     return jax.make_array_from_single_device_arrays(
-        shape, NamedSharding(line, _EACH), list(shards), dtype=dtype
+        shape, NamedSharding(mesh, _EACH), list(shards), dtype=dtype
     )

@@ -38,10 +38,16 @@ class Chunk:
     @property
     def index(self) -> tuple[slice, ...]:
         """Index of the part in the whole array: `whole[chunk.index]`."""
-        return index_in(_box(self))
+        return index_in(self.box)
+
+    @property
+    def box(self) -> Box:
+        """`(start, stop)` of the part in each dim of the whole array."""
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return tuple((offset, offset + size) for offset, size in pairs)
 
     def __str__(self) -> str:
-        return f"{self.device} {_show(_box(self))}"
+        return f"{self.device} {_show(self.box)}"
 
 
 def chunks(array: Shaped[Array, "*shape"] | jax.ShapeDtypeStruct) -> tuple[Chunk, ...]:
@@ -93,7 +99,7 @@ def validate_chunks(shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
     full = full_box(shape)
     distinct: dict[Box, Chunk] = {}
     for chunk in chunks:
-        distinct.setdefault(_box(chunk), chunk)
+        distinct.setdefault(chunk.box, chunk)
     problems = [
         f"{chunk} is out of bounds"
         for box, chunk in distinct.items()
@@ -182,7 +188,7 @@ def _cut(
     chunk: Chunk, data: Array, start: int, stop: int, dim: int
 ) -> list[tuple[Chunk, Array]]:
     """Returns a shard's piece of the section `[start, stop)` of `dim`: one or none."""
-    box = list(_box(chunk))
+    box = list(chunk.box)
     offset, _ = box[dim]
     box[dim] = first, last = max(box[dim][0], start), min(box[dim][1], stop)
     if num_elements(box) <= 0:
@@ -222,11 +228,6 @@ def _section_sizes(
         )
     # An empty dim makes one empty section, as in torch.
     return [min(size, total - start) for start in range(0, max(total, 1), size)]
-
-
-def _box(chunk: Chunk) -> Box:
-    pairs = zip(chunk.offsets, chunk.sizes, strict=True)
-    return tuple((offset, offset + size) for offset, size in pairs)
 
 
 def _show(box: Box) -> str:

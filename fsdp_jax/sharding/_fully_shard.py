@@ -101,7 +101,7 @@ def fully_shard(
     # `model.named_params`, not `names`: with LoRA they are the base and the factors.
     param_plans = tuple(
         _plan_param(
-            *(name, leaf, *owner(name, found), stack, mesh, placements, config, model)
+            name, leaf, *owner(name, found), stack, mesh, placements, config, model
         )
         for name, leaf in model.named_params
     )
@@ -111,16 +111,7 @@ def fully_shard(
     check_params(config, mesh, own)
     check_experts(config, mesh, own)
     return Plan(
-        *(
-            mesh,
-            config,
-            make_model,
-            model,
-            param_plans,
-            tuple(units),
-            classes,
-            placements,
-        )
+        mesh, config, make_model, model, param_plans, tuple(units), classes, placements
     )
 
 

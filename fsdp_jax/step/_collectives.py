@@ -10,7 +10,8 @@
 
 The first three are `fsdp_gather` and its derivative, the last two `reduce_deferred`.
 These run after the last microbatch, or in its backward where `GradReduction.axes` names
-axes. With `precision.accumulate_wide` an all-to-all and a local sum replace each
+axes: `training/_microbatch_grads.py` decides which, `pipeline/_gradients.py` for
+stages. With `precision.accumulate_wide` an all-to-all and a local sum replace each
 reduce-scatter, and the all-reduce is in `main_grads`. The all-gathers that run once a
 step, before the first microbatch, are in `_param_layout`.
 """

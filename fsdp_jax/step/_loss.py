@@ -161,7 +161,7 @@ def trace_loss(
     """Traces a loss once, to check its use of shards and to run the trace.
 
     Args:
-      loss: Loss made by `loss_of_shards`.
+      loss: Loss of a `ShardedLoss`.
       shards: Shards of all parameters.
       *args: Model state, batch and key, concrete or abstract.
       axes: Mesh axes of more than one device.
@@ -194,7 +194,7 @@ def trace_and_split(
     """Traces and checks a loss, and splits it at the stack that stages share.
 
     Args:
-      loss: Loss made by `loss_of_shards`.
+      loss: Loss of a `ShardedLoss`.
       shards: Shards of all parameters; of the stack, those of one chunk.
       *args: Model state, batch and key, concrete or abstract.
       axes: Mesh axes of more than one device.

@@ -191,7 +191,9 @@ def _check_ranks(
     rest = [rows] * sum(sizes[1:3]) + [frozenset()] * sum(sizes[3:])
     while True:
         divided, results = divided_collectives(
-            *(jaxpr, [*of_shards, *state, *rest], known),
+            jaxpr,
+            [*of_shards, *state, *rest],
+            known,
             # Units gather in backward too, which a pipeline does not trace.
             is_unit=is_gather if is_split else lambda _: False,
         )

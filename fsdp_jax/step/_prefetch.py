@@ -4,6 +4,10 @@ While unit i computes, unit i + prefetch is gathered. Backward gathers unit
 i - prefetch, and reduces the gradients of unit i + 1, while unit i computes. XLA moves
 no collective from one iteration of a loop to another, so the loop itself is written
 with the collectives of other units in the iteration of unit i.
+
+`_scan` runs `prefetching_scan` where a model calls `fsdp.scan`. Where a model calls
+`jax.lax.scan`, `nnx.scan` or `nn.scan` itself, `_prefetched_scans.py` finds the loop in
+the trace of the loss, and replaces it by `run_stack` of this module.
 """
 
 from __future__ import annotations

@@ -196,7 +196,11 @@ def _prefetched(
     # The scope that `call_unit` opens on the other path: reports read it.
     with unit_scope(parts[0].param.unit):
         return prefetching_scan(
-            *(of_parts, parts, carry, (keys, *slices), consts),
+            of_parts,
+            parts,
+            carry,
+            (keys, *slices),
+            consts,
             prefetch=prefetch,
             unroll=unroll,
         )

@@ -15,26 +15,24 @@ from fsdp_jax.data._batch import split_microbatches
 from fsdp_jax.pipeline._gradients import pipelined_loss
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, num_devices
 from fsdp_jax.sharding._plan import ParamPlan, Plan
-from fsdp_jax.step._aux_outputs import AUX_SPECS, AuxFormat, reduce_aux
+from fsdp_jax.step._aux_outputs import AUX_SPECS, reduce_aux
 from fsdp_jax.step._loss import (
     LossFn,
     LossForm,
-    LossOfShards,
-    loss_of_shards,
     trace_loss,
 )
 from fsdp_jax.step._model_state import fold_rank, reduce_state
 from fsdp_jax.step._param_layout import gather_for_step
 from fsdp_jax.step._shard import GradReduction, Shard
+from fsdp_jax.step._sharded_loss import RankInputs, ShardedLoss, sharded_loss
 from fsdp_jax.step._step_layout import packed, placed
 from fsdp_jax.training._microbatch_grads import accumulate, shards_with_buffers
 
 
 def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., Any]:
     """Makes `fn(params, batch, key, model_state) -> (loss, aux)` on global arrays."""
-    call = loss_of_shards(plan, loss_fn, form)
+    loss = sharded_loss(plan, loss_fn, form)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
-    aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
 
     def local(values, batch, key, model_state):
         values = gather_for_step(plan.params_in_step, values)
@@ -42,23 +40,23 @@ def global_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> Callable[..., An
             Shard(value, None, None, param, GradReduction())
             for param, value in zip(plan.params_in_step, values, strict=True)
         ]
-        args = (model_state, batch, fold_rank(key, data_axes))
+        inputs = RankInputs(shards, model_state, batch, fold_rank(key, data_axes))
         if plan.mesh.shape["pp"] > 1:
-            total, count, parts = pipelined_loss(plan, call, aux_format, shards, *args)
+            total, count, parts = pipelined_loss(loss, inputs)
         else:
             axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
             prefetch = plan.prefetch
-            loss, _ = trace_loss(call, shards, *args, axes=axes, prefetch=prefetch)
-            total, (count, aux, _) = loss(shards, *args)
-            parts = aux_format.take_apart(aux)
+            traced, _ = trace_loss(loss.call, *inputs, axes=axes, prefetch=prefetch)
+            total, (count, aux, _) = traced(*inputs)
+            parts = loss.aux_format.take_apart(aux)
         mean = _sum(total, data_axes) / _at_least_one(_sum(count, data_axes))
         return mean, reduce_aux(parts, data_axes)
 
     sharded = _over_mesh(plan, local, out_specs=(PartitionSpec(), AUX_SPECS))
 
     def fn(params, batch, key, model_state):
-        loss, aux = sharded(packed(plan, params), batch, key, model_state)
-        return loss, aux_format.put_together(aux)
+        mean, aux = sharded(packed(plan, params), batch, key, model_state)
+        return mean, loss.aux_format.put_together(aux)
 
     return fn
 
@@ -82,11 +80,8 @@ def global_grads(
         raise ValueError(
             f"num_microbatches={num_microbatches}: a step has at least 1 microbatch."
         )
-    call = loss_of_shards(plan, loss_fn, form)
-    aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
-    local = _local_grads(
-        *(plan, call, form, aux_format, num_microbatches), with_peaks=with_peaks
-    )
+    loss = sharded_loss(plan, loss_fn, form)
+    local = _local_grads(loss, form, num_microbatches, with_peaks=with_peaks)
     trained = [param for param in plan.params_in_step if not param.frozen]
     replicated = PartitionSpec()
     grad_specs = [param.spec(param.placements.optimizer) for param in trained]
@@ -99,33 +94,27 @@ def global_grads(
     def fn(params, batch, key, model_state, loss_scale=None):
         given = (key, loss_scale)
         out, grads = sharded(packed(plan, params), batch, given, model_state)
-        loss, aux, new_state, peaks = out
+        mean, aux, new_state, peaks = out
         given = iter(grads)
         stored = [
             None if param.frozen else placed(plan, param, next(given))
             for param in plan.param_plans
         ]
-        value = ((loss, aux_format.put_together(aux)), new_state, peaks)
+        value = ((mean, loss.aux_format.put_together(aux)), new_state, peaks)
         return value, plan.treedef.unflatten(stored)
 
     return fn
 
 
 def _local_grads(
-    plan: Plan,
-    call: LossOfShards,
-    form: LossForm,
-    aux_format: AuxFormat,
-    num_microbatches: int,
-    *,
-    with_peaks: bool,
+    loss: ShardedLoss, form: LossForm, num_microbatches: int, *, with_peaks: bool
 ) -> Callable[..., Any]:
     """Makes the part of `global_grads` that runs inside `shard_map`.
 
     It is `fn(values, batch, (key, loss_scale), model_state)`, and returns
     `((loss, aux, model_state, peaks), gradients of trained parameters)`.
     """
-    data_axes = axes_in_use(plan.mesh, DATA_AXES)
+    plan, data_axes = loss.plan, axes_in_use(loss.plan.mesh, DATA_AXES)
     num_means = num_devices(plan.mesh, DATA_AXES) * num_microbatches
     trained = [param for param in plan.params_in_step if not param.frozen]
 
@@ -135,12 +124,8 @@ def _local_grads(
         shards = shards_with_buffers(
             plan, gather_for_step(plan.params_in_step, values), 1 / num_means
         )
-        key = fold_rank(key, data_axes)
-        grads, state, outs = accumulate(
-            *(plan, call, aux_format, shards, model_state, rows, key),
-            loss_scale,
-            num_microbatches,
-        )
+        inputs = RankInputs(shards, model_state, rows, fold_rank(key, data_axes))
+        grads, state, outs = accumulate(loss, inputs, loss_scale)
         if loss_scale is not None:
             grads = _all_divided(trained, grads, loss_scale)
         totals, counts, aux = outs
@@ -150,14 +135,14 @@ def _local_grads(
             # the mean token count per rank and microbatch, known only now, makes that
             # `1 / count`.
             grads = _all_divided(trained, grads, count / num_means)
-        loss = _sum(totals.sum(), data_axes) / count
+        mean = _sum(totals.sum(), data_axes) / count
         aux = reduce_aux(aux, data_axes)
         state = reduce_state(plan, model_state, state, data_axes)
         axes = axes_in_use(plan.mesh, ("pp", *DATA_AXES))
         # Gradients are sharded over data axes, and those of stages over pp: the maximum
         # is over all of them, so that every rank takes the same decision to skip.
         peaks = _peaks(grads, axes) if with_peaks else None
-        return (loss, aux, state, peaks), grads
+        return (mean, aux, state, peaks), grads
 
     return local
 
@@ -165,7 +150,8 @@ def _local_grads(
 def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     """Applies `shard_map` with the in_specs of a plan to `local`.
 
-    `local` has the arguments `(values, batch, key, model_state)`.
+    `local` has the arguments `(values, batch, replicated, model_state)`, of which the
+    third is a key, or a key and the loss scale.
     """
     replicated = PartitionSpec()
     specs = [param.spec(param.placements.optimizer) for param in plan.params_in_step]
@@ -183,9 +169,7 @@ def _over_mesh(plan: Plan, local: Callable[..., Any], out_specs: Any):
     return sharded
 
 
-def _peaks(
-    grads: Sequence[Array], data_axes: tuple[str, ...]
-) -> Float[Array, " trainable"]:
+def _peaks(grads: Sequence[Array], axes: tuple[str, ...]) -> Float[Array, " trainable"]:
     """Returns the largest magnitude in each gradient; infinite if any is not finite.
 
     Infinite instead of NaN, because whether a max reduction propagates NaN depends on
@@ -197,7 +181,7 @@ def _peaks(
         return jnp.max(jnp.where(jnp.isfinite(size), size, jnp.inf), initial=0.0)
 
     peaks = jnp.stack([peak(grad) for grad in grads])
-    return lax.pmax(peaks, data_axes) if data_axes else peaks
+    return lax.pmax(peaks, axes) if axes else peaks
 
 
 def _all_divided(

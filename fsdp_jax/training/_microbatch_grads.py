@@ -22,23 +22,16 @@ from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, num_devices
 from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
 from fsdp_jax.step._aux_outputs import AuxFormat, join_aux
 from fsdp_jax.step._collectives import accumulated, reduce_deferred
-from fsdp_jax.step._loss import LossOfShards, trace_gradients, trace_loss
+from fsdp_jax.step._loss import trace_gradients, trace_loss
 from fsdp_jax.step._shard import GradReduction, Shard
+from fsdp_jax.step._sharded_loss import RankInputs, ShardedLoss
 
 Grads = list[Array | None]
 """One gradient per parameter of the plan; None where the parameter is frozen."""
 
 
 def accumulate(
-    plan: Plan,
-    call: LossOfShards,
-    aux_format: AuxFormat,
-    shards: Sequence[Shard],
-    model_state: PyTree,
-    rows: PyTree,
-    key: Array,
-    loss_scale: Array | None,
-    num_microbatches: int,
+    loss: ShardedLoss, inputs: RankInputs, loss_scale: Array | None
 ) -> tuple[list[Array], PyTree, Any]:
     """Accumulates gradients over microbatches: a loop, then the peeled last microbatch.
 
@@ -51,24 +44,29 @@ def accumulate(
     | last, in `finished` | `last` and the sums so far | complete |
     | last, not in `finished` | `last` | sums over all microbatches, still partial |
 
+    Args:
+      loss: Loss of a plan.
+      inputs: Shards with their gradient buffers, and rows by microbatch.
+      loss_scale: Factor on the loss before differentiation; None for 1.
+
     Returns:
       The gradients of trained parameters, summed over all ranks; the model state; and
-      `(totals[num_microbatches], counts[num_microbatches], aux)` of this rank.
+      `(totals[microbatches], counts[microbatches], aux)` of this rank.
     """
+    plan, call, aux_format = loss
     if plan.mesh.shape["pp"] > 1:
-        return pipelined_grads(
-            *(plan, call, aux_format, shards, model_state, rows, key, loss_scale)
-        )
+        return pipelined_grads(loss, inputs, loss_scale)
+    shards, model_state, rows, key = inputs
+    num_microbatches, example = inputs.num_microbatches, inputs.example
     axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
     xs = (jnp.arange(num_microbatches), rows)
-    example = (model_state, jax.tree.map(lambda x: x[0], rows), key)
     scale = jnp.asarray(1.0 if loss_scale is None else loss_scale)
     # Traced once, on the first microbatch's shapes: the loop and the peeled iteration
     # replay the same jaxprs.
     prefetch = plan.prefetch
-    loss, gathers = trace_loss(call, shards, *example, axes=axes, prefetch=prefetch)
+    traced, gathers = trace_loss(call, shards, *example, axes=axes, prefetch=prefetch)
     run, once = trace_gradients(
-        loss, shards, *example, scale, axes=axes, prefetch=prefetch
+        traced, shards, *example, scale, axes=axes, prefetch=prefetch
     )
     backward = _backward(aux_format, key, scale)
     grads: Grads = [shard.grad_buffer for shard in shards]
@@ -89,8 +87,8 @@ def accumulate(
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
             # Traced again, since shards in `finished` have other grad_buffers.
-            loss, _ = trace_loss(call, last, *example, prefetch=prefetch)
-            run, _ = trace_gradients(loss, last, *example, scale, prefetch=prefetch)
+            traced, _ = trace_loss(call, last, *example, prefetch=prefetch)
+            run, _ = trace_gradients(traced, last, *example, scale, prefetch=prefetch)
         new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
         grads = _with_last(plan, grads, new, finished) if looped else new
         outs.append(jax.tree.map(lambda x: x[None], out))
@@ -127,7 +125,7 @@ def _all_reduced(plan: Plan, grads: Grads, finished: set[str]) -> list[Array]:
 def _backward(aux_format: AuxFormat, key: Array, scale: Array) -> Callable[..., Any]:
     """Makes `fn(run, shards, state, (index, rows)) -> (grads, state, out)`.
 
-    It runs one microbatch with a function from `gradients_of`. The gradients are the
+    It runs one microbatch with a function from `trace_gradients`. The gradients are the
     cotangents of each shard's `grad_buffer`: those of the loss times `scale`.
     """
 

@@ -12,7 +12,7 @@ import optax
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
-from fsdp_jax.launch import report_progress
+from fsdp_jax.launch._progress import TRAIN_STEP, report_progress
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh, own_mesh
 from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._padded import unpack
@@ -130,7 +130,7 @@ class TrainStep:
             it names the parameters and the step.
         """
         check_batch(self.plan, batch, self.num_microbatches)
-        report_progress(f"call {next(self._calls)} of the train step")
+        report_progress(f"call {next(self._calls)} {TRAIN_STEP}")
         batch = place_batch(self.plan, batch)
         with own_mesh(self.plan.mesh):
             self.watch.look(self.jitted, state, batch)
@@ -186,7 +186,7 @@ def make_train_step(
         that are not parameters, and frozen parameters such as a router's bias, from the
         tokens counted (see `Tally`). It modifies the model or returns another; changes
         to trained parameters are discarded.
-      on_nonfinite: Answer to a gradient that is not finite. `"raise"`: raise a
+      on_nonfinite: What to do if a gradient is not finite. `"raise"`: raise a
         `FloatingPointError` with the names of the parameters; each call then blocks on
         its step. `"skip"`: leave parameters, optimizer and model state unchanged, and
         count the step in `state.num_skipped`. None: update as with any gradient.
@@ -194,7 +194,8 @@ def make_train_step(
         a factor, which is divided out before anything reads them and adapts by itself.
         Steps with non-finite gradients are skipped and counted, as with
         `on_nonfinite="skip"`. Make the state with `init_state(..., loss_scale=...)`.
-      report_grad_peaks: Whether metrics hold `grad_peaks` also without these options.
+      report_grad_peaks: Whether metrics include `grad_peaks` where neither
+        `on_nonfinite` nor `loss_scale` requires them.
       compiler_options: XLA options for this program alone, as `jax.jit` takes them; {}
         for none. Default `fsdp_jax.training.compiler_options()` on GPUs, and none
         elsewhere. A name that XLA does not know raises when the step compiles.

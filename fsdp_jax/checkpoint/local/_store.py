@@ -79,7 +79,8 @@ class LocalCheckpoints:
       every: Interval of steps to save.
       keep: Number of steps to keep.
       replication_groups: Replication groups. None for pairs of neighbours,
-        `make_replication_groups(jax.process_count())`, or no copies with one process.
+        `make_replication_groups(jax.process_count())`, or no copies where all processes
+        have one directory, as on one machine.
         If replicas are on other hosts anyway (HSDP), `make_replication_groups(...,
         size=1)` avoids the copies.
 
@@ -123,10 +124,8 @@ class LocalStore:
         self._options = options
         self._timeout_secs = timeout_secs
         count = jax.process_count()
-        replication_groups = options.replication_groups
-        if replication_groups is None:
-            replication_groups = make_replication_groups(count, size=min(2, count))
-        self._replication_groups = check_replication_groups(replication_groups, count)
+        if (groups := options.replication_groups) is not None:
+            check_replication_groups(groups, count)  # before the disk is touched
         first = jax.process_index() == 0
         run = gather(
             _OPENING, lambda: _run_id(persistent) if first else None, timeout_secs
@@ -134,6 +133,11 @@ class LocalStore:
         self._directory = Path(options.path).absolute() / run
         told = gather(_OPENING, self._open, timeout_secs)
         self._places = [place for place, _ in told]
+        if groups is None:
+            # Copies in one directory would be lost with their originals.
+            size = min(2, len(set(self._places)))
+            groups = make_replication_groups(count, size=size)
+        self._replication_groups = check_replication_groups(groups, count)
         check_apart(self._replication_groups, self._places)
         self._hosts = [host for _, host in told]
         self._complete: list[str] = []  # Folders of complete steps, oldest first.

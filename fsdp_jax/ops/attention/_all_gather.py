@@ -12,24 +12,28 @@ from jaxtyping import Array, Float, Int
 
 from fsdp_jax._scopes import ALL_GATHER_ATTENTION
 from fsdp_jax.ops.attention._blockwise import (
-    Asked,
-    Form,
-    Keys,
+    BlockConfig,
+    KeyValueBlocks,
     Pairs,
+    QueryBlocks,
+    SinkBlocks,
     attend,
     attend_backward,
-    begin,
-    finish,
+    backward_inputs,
+    block_sinks_grad,
+    finalize_softmax,
     heads_of_blocks,
-    known_of,
-    no_grads,
+    init_softmax,
     pairs_of_chunks,
-    sinks_backward,
+    zero_grads,
 )
-from fsdp_jax.ops.attention._common import cut, form_of, named, triangles
+from fsdp_jax.ops.attention._common import (
+    block_config,
+    name_residuals,
+    to_blocks,
+    triangles,
+)
 from fsdp_jax.ops.attention._zigzag import chunks_of, ranks_along
-
-Sinks = Float[Array, "kv_heads rows"] | None
 
 
 def all_gather_attention(
@@ -49,7 +53,8 @@ def all_gather_attention(
     Each rank all-gathers the keys and values of whole rows and attends to them with its
     own queries: one collective per layer instead of a ring of them, at the memory of
     whole rows of keys and values, which are small with grouped heads. Their gradients
-    are reduce-scattered. Rows are in the order of `zigzag`.
+    are reduce-scattered in the dtype of the keys, where `ring_attention` sums those of
+    all ranks in float32. Rows are in the order of `zigzag`.
 
     Args:
       query: Queries of this rank, as in `ring_attention`, like all arguments below.
@@ -70,29 +75,34 @@ def all_gather_attention(
 
     Source: Llama 3, arXiv:2407.21783, section 3.3.2.
     """
-    form, ranks = form_of(query.shape[1], scale, softcap, axis), ranks_along(axis)
+    config, ranks = (
+        block_config(query.shape[1], scale, softcap, axis),
+        ranks_along(axis),
+    )
     with jax.named_scope(ALL_GATHER_ATTENTION):
-        asked, keys, sinks = cut(form, query, key, value, segment_ids, window, sinks)
+        queries, keys, sinks = to_blocks(
+            config, query, key, value, segment_ids, window, sinks
+        )
         rank = jnp.int32(0)
         if ranks > 1:
             rank = lax.axis_index(axis)
             keys = jax.tree.map(
                 lambda x: lax.all_gather(x, axis, axis=0, tiled=True), keys
             )
-        mixed: Any = _attend(form, ranks, asked, keys, sinks, rank)
-        return heads_of_blocks(mixed, form.block)
+        out: Any = _attend(config, ranks, queries, keys, sinks, rank)
+        return heads_of_blocks(out, config.block)
 
 
 def _pairs(
-    form: Form, ranks: int, asked: Asked, rank: Array
+    config: BlockConfig, ranks: int, queries: QueryBlocks, rank: Array
 ) -> tuple[tuple[Pairs, bool], ...]:
     """Returns diagonal pairs, and full squares before them: equally many on each rank.
 
     The earlier chunk sees as many chunks as its index says, the later one the rest of
     `2 * ranks - 1`.
     """
-    blocks = asked.query.shape[0]
-    own = triangles(form, rank, ranks, blocks * form.block)
+    blocks = queries.query.shape[0]
+    own = triangles(config, rank, ranks, blocks * config.block)
     if ranks == 1:
         return ((own, True),)
     chunks = chunks_of(rank, ranks)
@@ -105,38 +115,55 @@ def _pairs(
     # Gathered keys are ordered by rank, two chunks each: chunk c < ranks is the first
     # of rank c, any other the second of rank 2 * ranks - 1 - c.
     place = jnp.where(seen < ranks, 2 * seen, 2 * (2 * ranks - 1 - seen) + 1)
-    chunk = blocks * form.block // 2
-    before = pairs_of_chunks((at, chunks[at]), (place, seen), chunk, form.block)
+    chunk = blocks * config.block // 2
+    before = pairs_of_chunks((at, chunks[at]), (place, seen), chunk, config.block)
     return (own._replace(key=own.key + rank * blocks), True), (before, False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    form: Form, ranks: int, asked: Asked, keys: Keys, sinks: Sinks, rank: Array
+    config: BlockConfig,
+    ranks: int,
+    queries: QueryBlocks,
+    keys: KeyValueBlocks,
+    sinks: SinkBlocks,
+    rank: Array,
 ) -> Array:
-    return _forward(form, ranks, asked, keys, sinks, rank)[0]
+    return _forward(config, ranks, queries, keys, sinks, rank)[0]
 
 
-def _forward(form: Form, ranks: int, asked: Asked, keys: Keys, sinks: Sinks, rank):
-    state = begin(asked.query, keys.value)
-    for pairs, causal in _pairs(form, ranks, asked, rank):
-        state = attend(form, asked, keys, state, pairs, causal=causal)
-    out, log_sum = named(*finish(state, sinks), keys.value.dtype)
-    return out, (asked, keys, sinks, rank, out, log_sum)
+def _forward(
+    config: BlockConfig,
+    ranks: int,
+    queries: QueryBlocks,
+    keys: KeyValueBlocks,
+    sinks: SinkBlocks,
+    rank,
+):
+    state = init_softmax(queries.query, keys.value)
+    for pairs, causal in _pairs(config, ranks, queries, rank):
+        state = attend(config, queries, keys, state, pairs, causal=causal)
+    out, log_sum = name_residuals(*finalize_softmax(state, sinks), keys.value.dtype)
+    return out, (queries, keys, sinks, rank, out, log_sum)
 
 
-def _backward(form: Form, ranks: int, saved, grad: Array):
-    asked, keys, sinks, rank, out, log_sum = saved
-    known = known_of(grad, out, log_sum)
-    grads = no_grads(asked, keys)
-    for pairs, causal in _pairs(form, ranks, asked, rank):
-        grads = attend_backward(form, asked, keys, known, grads, pairs, causal=causal)
+def _backward(config: BlockConfig, ranks: int, saved, grad: Array):
+    queries, keys, sinks, rank, out, log_sum = saved
+    inputs = backward_inputs(grad, out, log_sum)
+    grads = zero_grads(queries, keys)
+    for pairs, causal in _pairs(config, ranks, queries, rank):
+        grads = attend_backward(
+            config, queries, keys, inputs, grads, pairs, causal=causal
+        )
     query, key, value = (
         x.astype(y.dtype)
-        for x, y in zip(grads, (asked.query, keys.key, keys.value), strict=True)
+        for x, y in zip(grads, (queries.query, keys.key, keys.value), strict=True)
     )
-    of_asked, of_keys = Asked(query, None, None), Keys(key, value, None)
-    return of_asked, of_keys, sinks_backward(sinks, known), None
+    of_queries, of_keys = (
+        QueryBlocks(query, None, None),
+        KeyValueBlocks(key, value, None),
+    )
+    return of_queries, of_keys, block_sinks_grad(sinks, inputs), None
 
 
 _attend.defvjp(_forward, _backward)

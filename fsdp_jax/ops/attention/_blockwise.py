@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from fsdp_jax.ops.attention._sinks import sinks_grad
+
 BLOCK = 1024
 """Maximum number of tokens per block: 128 MiB of float32 scores for 32 heads."""
 
@@ -24,10 +26,11 @@ BLOCK = 1024
 Queries = Float[Array, "blocks batch kv_heads rows dim"]
 Stats = Float[Array, "blocks batch kv_heads rows"]
 KeyBlocks = Float[Array, "blocks batch kv_heads block dim"]
+SinkBlocks = Float[Array, "kv_heads rows"] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class BlockConfig:
     """Static parameters of blockwise attention, the same for all pairs.
 
     Attributes:
@@ -41,7 +44,7 @@ class Form:
     block: int
 
 
-class Keys(NamedTuple):
+class KeyValueBlocks(NamedTuple):
     """Keys, values and their segment ids, in blocks.
 
     Attributes:
@@ -55,7 +58,7 @@ class Keys(NamedTuple):
     segments: Int[Array, "blocks batch block"] | None
 
 
-class Asked(NamedTuple):
+class QueryBlocks(NamedTuple):
     """Queries in blocks, and the limits of what each of them sees.
 
     Attributes:
@@ -74,12 +77,12 @@ class Softmax(NamedTuple):
     """State of an online softmax.
 
     Attributes:
-      mixed: Weighted sums of values, relative to `top`.
+      out: Weighted sums of values, relative to `top`.
       top: Largest score so far.
       total: Sum of the weights, relative to `top`.
     """
 
-    mixed: Queries
+    out: Queries
     top: Stats
     total: Stats
 
@@ -90,12 +93,12 @@ class Pairs(NamedTuple):
     Attributes:
       query: Index of each block of queries.
       key: Index of each block of keys.
-      behind: Position of the first query minus position of the first key, in tokens.
+      offset: Position of the first query minus position of the first key, in tokens.
     """
 
     query: Int[Array, " pairs"]
     key: Int[Array, " pairs"]
-    behind: Int[Array, " pairs"]
+    offset: Int[Array, " pairs"]
 
 
 class Grads(NamedTuple):
@@ -144,7 +147,12 @@ def blocks_of_ids(
 
 
 def pairs_of_chunks(
-    queries: tuple[Any, Any], keys: tuple[Any, Any], chunk: int, block: int, **how: bool
+    queries: tuple[Any, Any],
+    keys: tuple[Any, Any],
+    chunk: int,
+    block: int,
+    *,
+    triangle: bool = False,
 ) -> Pairs:
     """Returns the pairs of blocks within pairs of chunks.
 
@@ -153,21 +161,20 @@ def pairs_of_chunks(
       keys: Local indices and row indices of the chunks of keys that they meet.
       chunk: Number of tokens per chunk.
       block: Number of tokens per block.
-      **how: `triangle=True` if both are the same chunk: keys after a query are left
-        out.
+      triangle: Whether both are the same chunk: keys after a query are left out.
     """
     count = chunk // block
     own, other = (x.ravel() for x in np.indices((count, count)))
-    if how.get("triangle"):
+    if triangle:
         own, other = np.tril_indices(count)
     (at, number), (key_at, key_number) = (
         (jnp.asarray(x, jnp.int32) for x in pair) for pair in (queries, keys)
     )
-    behind = ((number - key_number) * chunk)[:, None] + (own - other)[None] * block
+    offset = ((number - key_number) * chunk)[:, None] + (own - other)[None] * block
     return Pairs(
         ((at * count)[:, None] + own[None]).ravel().astype(jnp.int32),
         ((key_at * count)[:, None] + other[None]).ravel().astype(jnp.int32),
-        behind.ravel().astype(jnp.int32),
+        offset.ravel().astype(jnp.int32),
     )
 
 
@@ -176,7 +183,7 @@ def join_pairs(*some: Pairs) -> Pairs:
     return Pairs(*(jnp.concatenate(parts) for parts in zip(*some, strict=True)))
 
 
-def begin(query: Queries, value: KeyBlocks) -> Softmax:
+def init_softmax(query: Queries, value: KeyBlocks) -> Softmax:
     """Returns the state of a softmax over no keys."""
     wide = _wide(query)
     stats = query.shape[:-1]
@@ -189,13 +196,19 @@ def begin(query: Queries, value: KeyBlocks) -> Softmax:
 
 
 def attend(
-    form: Form, asked: Asked, keys: Keys, state: Softmax, pairs: Pairs, *, causal: bool
+    config: BlockConfig,
+    queries: QueryBlocks,
+    keys: KeyValueBlocks,
+    state: Softmax,
+    pairs: Pairs,
+    *,
+    causal: bool,
 ) -> Softmax:
     """Adds the scores and values of pairs to a softmax.
 
     Args:
-      form: Static parameters.
-      asked: Queries.
+      config: Static parameters.
+      queries: Queries.
       keys: Keys and values.
       state: Softmax so far.
       pairs: Pairs of blocks; with a window, pairs out of its reach are skipped.
@@ -203,47 +216,47 @@ def attend(
     """
 
     def visit(state: Softmax, pair: Pairs) -> Softmax:
-        mixed, top, total = jax.tree.map(lambda x: x[pair.query], state)
-        scores, seen = _scores(form, asked, keys, pair, causal)
+        out, top, total = jax.tree.map(lambda x: x[pair.query], state)
+        scores, seen = _scores(config, queries, keys, pair, causal)
         new_top = jnp.maximum(top, _where(seen, scores, top[..., None]).max(-1))
         weights = _where(seen, jnp.exp(scores - new_top[..., None]), 0)
-        # Rescales the sums so far, which are relative to the old maximum.
-        fade = jnp.exp(top - new_top)
+        # The sums so far are relative to the old maximum.
+        correction = jnp.exp(top - new_top)
         value = keys.value[pair.key]
         added = jnp.einsum(
             "bgqk,bgkd->bgqd",
             weights.astype(value.dtype),
             value,
-            preferred_element_type=mixed.dtype,
+            preferred_element_type=out.dtype,
         )
         new = Softmax(
-            mixed * fade[..., None] + added, new_top, total * fade + weights.sum(-1)
+            out * correction[..., None] + added,
+            new_top,
+            total * correction + weights.sum(-1),
         )
         return jax.tree.map(lambda all, x: all.at[pair.query].set(x), state, new)
 
-    return _over(asked.window, form.block, visit, state, pairs)
+    return _over(queries.window, config.block, visit, state, pairs)
 
 
-def finish(
-    state: Softmax, sinks: Float[Array, "kv_heads rows"] | None
-) -> tuple[Queries, Stats]:
+def finalize_softmax(state: Softmax, sinks: SinkBlocks) -> tuple[Queries, Stats]:
     """Returns the attention output, and the log-sum-exp of scores and sinks."""
     log_sum = state.top + jnp.log(state.total)
     if sinks is None:
-        return state.mixed / state.total[..., None], log_sum
+        return state.out / state.total[..., None], log_sum
     with_sinks = jnp.logaddexp(log_sum, sinks.astype(log_sum.dtype)[None, None])
     return (
-        state.mixed * jnp.exp(state.top - with_sinks)[..., None],
+        state.out * jnp.exp(state.top - with_sinks)[..., None],
         with_sinks,
     )
 
 
-class Known(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Per-query inputs of the backward pass.
 
     Attributes:
       grad: Cotangent of the attention output.
-      log_sum: Log of the sum of exponentials, from `finish`.
+      log_sum: Log of the sum of exponentials, from `finalize_softmax`.
       delta: Inner product of cotangent and output.
     """
 
@@ -252,24 +265,24 @@ class Known(NamedTuple):
     delta: Stats
 
 
-def known_of(grad: Queries, out: Queries, log_sum: Stats) -> Known:
+def backward_inputs(grad: Queries, out: Queries, log_sum: Stats) -> BackwardInputs:
     """Computes the per-query inputs of the backward pass."""
     delta = jnp.sum(grad.astype(log_sum.dtype) * out.astype(log_sum.dtype), -1)
-    return Known(grad, log_sum, delta)
+    return BackwardInputs(grad, log_sum, delta)
 
 
-def no_grads(asked: Asked, keys: Keys) -> Grads:
+def zero_grads(queries: QueryBlocks, keys: KeyValueBlocks) -> Grads:
     """Returns gradients of zeros, float32 at least."""
-    wide = _wide(asked.query)
-    zeros = (jnp.zeros(x.shape, wide) for x in (asked.query, keys.key, keys.value))
+    wide = _wide(queries.query)
+    zeros = (jnp.zeros(x.shape, wide) for x in (queries.query, keys.key, keys.value))
     return Grads(*zeros)
 
 
 def attend_backward(
-    form: Form,
-    asked: Asked,
-    keys: Keys,
-    known: Known,
+    config: BlockConfig,
+    queries: QueryBlocks,
+    keys: KeyValueBlocks,
+    inputs: BackwardInputs,
     grads: Grads,
     pairs: Pairs,
     *,
@@ -279,17 +292,17 @@ def attend_backward(
 
     def visit(grads: Grads, pair: Pairs) -> Grads:
         wide = functools.partial(jnp.einsum, preferred_element_type=grads.query.dtype)
-        query, key, value = asked.query[pair.query], *(x[pair.key] for x in keys[:2])
-        grad, log_sum, delta = jax.tree.map(lambda x: x[pair.query], known)
-        scores, seen = _scores(form, asked, keys, pair, causal)
+        query, key, value = queries.query[pair.query], *(x[pair.key] for x in keys[:2])
+        grad, log_sum, delta = jax.tree.map(lambda x: x[pair.query], inputs)
+        scores, seen = _scores(config, queries, keys, pair, causal)
         # Softmax weights, recomputed from the saved log-sum.
         weights = _where(seen, jnp.exp(scores - log_sum[..., None]), 0)
         of_weights = wide("bgqd,bgkd->bgqk", grad, value)
-        of_scores = weights * (of_weights - delta[..., None]) * form.scale
-        if form.softcap is not None:
+        of_scores = weights * (of_weights - delta[..., None]) * config.scale
+        if config.softcap is not None:
             # `scores` are capped already: the derivative of softcap * tanh(s /
             # softcap).
-            of_scores *= 1 - (scores / form.softcap) ** 2
+            of_scores *= 1 - (scores / config.softcap) ** 2
         of_scores = of_scores.astype(query.dtype)
         weights = weights.astype(grad.dtype)
         return Grads(
@@ -298,18 +311,14 @@ def attend_backward(
             grads.value.at[pair.key].add(wide("bgqk,bgqd->bgkd", weights, grad)),
         )
 
-    return _over(asked.window, form.block, visit, grads, pairs)
+    return _over(queries.window, config.block, visit, grads, pairs)
 
 
-def sinks_backward(
-    sinks: Float[Array, "kv_heads rows"] | None, known: Known
-) -> Float[Array, "kv_heads rows"] | None:
+def block_sinks_grad(sinks: SinkBlocks, inputs: BackwardInputs) -> SinkBlocks:
     """Returns the gradient of the sinks."""
     if sinks is None:
         return None
-    wide = sinks.astype(known.log_sum.dtype)[None, None]
-    weights = jnp.exp(wide - known.log_sum)
-    return -(weights * known.delta).sum((0, 1)).astype(sinks.dtype)
+    return sinks_grad(sinks, inputs.log_sum, inputs.delta, (0, 1))
 
 
 def _over(window, block: int, visit, state, pairs: Pairs):
@@ -318,39 +327,45 @@ def _over(window, block: int, visit, state, pairs: Pairs):
             return visit(state, pair), None
         # Skip the pair if even its first query and last key are farther apart than the
         # window.
-        is_hidden = pair.behind - (block - 1) >= window
+        is_hidden = pair.offset - (block - 1) >= window
         return lax.cond(is_hidden, lambda s, _: s, visit, state, pair), None
 
     return lax.scan(body, state, pairs)[0]
 
 
 def _scores(
-    form: Form, asked: Asked, keys: Keys, pair: Pairs, causal: bool
+    config: BlockConfig,
+    queries: QueryBlocks,
+    keys: KeyValueBlocks,
+    pair: Pairs,
+    causal: bool,
 ) -> tuple[Float[Array, ...], Bool[Array, ...] | None]:
     """Returns the scores of a pair, and a mask of those that count; None for all."""
-    query, key = asked.query[pair.query], keys.key[pair.key]
+    query, key = queries.query[pair.query], keys.key[pair.key]
     products = jnp.einsum(
         "bgqd,bgkd->bgqk", query, key, preferred_element_type=_wide(query)
     )
-    scores = products * form.scale
-    if form.softcap is not None:
-        scores = form.softcap * jnp.tanh(scores / form.softcap)
-    seen = _seen(form.block, asked, keys, pair, causal)
+    scores = products * config.scale
+    if config.softcap is not None:
+        scores = config.softcap * jnp.tanh(scores / config.softcap)
+    seen = _seen(config.block, queries, keys, pair, causal)
     return scores, None if seen is None else jnp.broadcast_to(seen, scores.shape)
 
 
-def _seen(block: int, asked: Asked, keys: Keys, pair: Pairs, causal: bool):
+def _seen(
+    block: int, queries: QueryBlocks, keys: KeyValueBlocks, pair: Pairs, causal: bool
+):
     masks = []
-    group = asked.query.shape[-2] // block
+    group = queries.query.shape[-2] // block
     own, other = (jnp.arange(n, dtype=jnp.int32) for n in (group * block, block))
-    behind = (pair.behind + own[:, None] % block - other[None, :])[None]
+    offset = (pair.offset + own[:, None] % block - other[None, :])[None]
     if causal:
-        masks.append(behind >= 0)
-    if asked.window is not None:
-        masks.append(behind < asked.window)
-    if asked.segments is not None and keys.segments is not None:
-        texts = jnp.tile(asked.segments[pair.query], (1, group))
-        masks.append(texts[:, :, None] == keys.segments[pair.key][:, None, :])
+        masks.append(offset >= 0)
+    if queries.window is not None:
+        masks.append(offset < queries.window)
+    if queries.segments is not None and keys.segments is not None:
+        query_segments = jnp.tile(queries.segments[pair.query], (1, group))
+        masks.append(query_segments[:, :, None] == keys.segments[pair.key][:, None, :])
     if not masks:
         return None
     seen = functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*masks))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fsdp_jax.ops.attention._common import named
+from fsdp_jax.ops.attention._common import name_residuals
 from fsdp_jax.ops.attention._rotation import Ring
+from fsdp_jax.ops.attention._sinks import sinks_grad
 from fsdp_jax.ops.attention._zigzag import chunks_of
 
 Sinks = Float[Array, " heads"] | None
@@ -28,22 +28,46 @@ class AttentionKernel(Protocol):
     `scores` has the fields of `Scores`, `places` those of `Places`.
     """
 
-    @property
-    def forward(self) -> Callable[..., tuple[Array, Array]]:
-        """Returns the output, and the log-sum-exp `[batch, heads, seq]` in float32.
+    def forward(
+        self,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch keys kv_heads head_dim"],
+        value: Float[Array, "batch keys kv_heads v_head_dim"],
+        scores: Any,
+        places: Any,
+        window: Any = None,
+    ) -> tuple[
+        Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
+    ]:
+        """Returns the attention output, and the log-sum-exp of scores in float32.
 
-        The arguments are query, key, value, scores, places and window.
+        Of a query that sees no key they are 0 and a number of at most -1e29, not an
+        infinity, which would make the sum over ranks not a number.
         """
         ...
 
-    @property
-    def backward(self) -> Callable[..., tuple[Array, Array, Array]]:
+    def backward(
+        self,
+        query: Float[Array, "batch seq heads head_dim"],
+        key: Float[Array, "batch keys kv_heads head_dim"],
+        value: Float[Array, "batch keys kv_heads v_head_dim"],
+        out: Float[Array, "batch seq heads v_head_dim"],
+        log_sum: Float[Array, "batch heads seq"],
+        grad: Float[Array, "batch seq heads v_head_dim"],
+        scores: Any,
+        places: Any,
+        window: Any = None,
+    ) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values.
 
-        The arguments are query, key, value, the output and log-sum-exp over all keys,
-        the cotangent of the output, and scores, places and window.
+        `out` and `log_sum` are those over all keys of the row, `grad` is the cotangent
+        of `out`.
         """
         ...
+
+
+# `Scores`, `Tokens` and `Places` have the fields of those of `bridge.models`, whose
+# kernels read them: the two packages may not import each other.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +94,7 @@ class Places:
     causal: bool
 
 
-class Keys(NamedTuple):
+class KeyValues(NamedTuple):
     """Keys, values and segments of a rank's tokens, which rotate."""
 
     key: Float[Array, "batch seq kv_heads head_dim"]
@@ -89,7 +113,7 @@ class Given(NamedTuple):
     """
 
     query: Float[Array, "batch seq heads head_dim"]
-    keys: Keys
+    keys: KeyValues
     sinks: Sinks
     window: Int[Array, ""] | None
 
@@ -106,8 +130,8 @@ class KernelRing(Ring):
     kernel: AttentionKernel
     scores: Scores
 
-    def tokens(self, keys: Keys, step: Int[Array, ""] | int) -> Tokens:
-        """Returns the places of the keys that have come `step` ranks."""
+    def tokens(self, keys: KeyValues, step: Int[Array, ""] | int) -> Tokens:
+        """Returns the places of keys that were sent `step` times."""
         batch, seq = keys.key.shape[:2]
         row = jnp.arange(seq, dtype=jnp.int32)
         if self.ranks > 1:
@@ -116,13 +140,33 @@ class KernelRing(Ring):
             row = (chunks[:, None] * half + row[None, :half]).ravel()
         return Tokens(jnp.broadcast_to(row, (batch, seq)), keys.segments)
 
-    def comes_before(self, step: Int[Array, ""]) -> Array:
-        """Returns whether keys that have come `step` ranks are of an earlier rank.
+    def is_earlier_source(self, step: Int[Array, ""]) -> Array:
+        """Returns whether keys sent `step` times are those of a smaller rank.
 
-        Then all queries see the first half of the keys; else the second half of the
-        queries sees all keys.
+        They come from rank `(rank - step) % ranks`, which is smaller unless it wraps.
         """
         return step <= self.rank()
+
+
+class QuerySide(NamedTuple):
+    """What the backward pass knows of each query.
+
+    Attributes:
+      query: Queries.
+      out: Attention output over all keys.
+      log_sum: Log-sum-exp of the scores over all keys, and of the sink.
+      grad: Cotangent of `out`.
+    """
+
+    query: Float[Array, "batch seq heads head_dim"]
+    out: Float[Array, "batch seq heads v_head_dim"]
+    log_sum: Float[Array, "batch heads seq"]
+    grad: Float[Array, "batch seq heads v_head_dim"]
+
+    def second_half(self) -> QuerySide:
+        """Returns the later chunk of this rank's two."""
+        query, out, grad = _half((self.query, self.out, self.grad), 1)
+        return QuerySide(query, out, jnp.split(self.log_sum, 2, axis=2)[1], grad)
 
 
 def kernel_ring(ring: KernelRing, given: Given) -> Array:
@@ -131,62 +175,84 @@ def kernel_ring(ring: KernelRing, given: Given) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: KernelRing, query: Array, keys: Keys, sinks: Sinks, window: Any):
+def _ring(ring: KernelRing, query: Array, keys: KeyValues, sinks: Sinks, window: Any):
     return _forward(ring, query, keys, sinks, window)[0]
 
 
-def _forward(ring: KernelRing, query: Array, keys: Keys, sinks: Sinks, window: Any):
+# What a rank computes in each step:
+#
+#     step | keys from      | queries used | keys used   | mask
+#     -----+----------------+--------------+-------------+-------
+#     0    | this rank      | both chunks  | both chunks | causal
+#     1..  | a smaller rank | both chunks  | first chunk | none
+#     1..  | a larger rank  | second chunk | both chunks | none
+#
+# By the zigzag order rank r has chunks r and 2 * ranks - 1 - r of the row. So the first
+# chunk of a smaller rank is before both chunks here, and its second is after them; both
+# chunks of a larger rank lie between the two here. Two chunks of different ranks are
+# seen entirely or not at all: no causal mask is needed, and every step after the first
+# computes the same number of products on each rank. Windows and segments are masked.
+def _forward(
+    ring: KernelRing, query: Array, keys: KeyValues, sinks: Sinks, window: Any
+):
     own = ring.tokens(keys, 0)
 
-    def visit(state, keys: Keys, step):
+    def visit(state, keys: KeyValues, step):
         if step is None:
             return _attend(ring, query, keys, Places(own, own, True), window)
 
-        def early() -> tuple[Array, Array]:
-            seen, at = _half(keys, 0), _half(ring.tokens(keys, step), 0)
-            return _attend(ring, query, seen, Places(own, at, False), window)
+        def earlier_source() -> tuple[Array, Array]:
+            first, at = _half(keys, 0), _half(ring.tokens(keys, step), 0)
+            return _attend(ring, query, first, Places(own, at, False), window)
 
-        def late() -> tuple[Array, Array]:
+        def later_source() -> tuple[Array, Array]:
             places = Places(_half(own, 1), ring.tokens(keys, step), False)
             out, log_sum = _attend(ring, _half(query, 1), keys, places, window)
+            # The first chunk of queries sees none of these keys: output 0, log-sum-exp
+            # of no scores, so that `_merge` leaves its state as it is.
             unseen = jnp.full_like(log_sum, _LOWEST)
-            return _behind_zeros(out), jnp.concatenate([unseen, log_sum], -1)
+            return _after_zeros(out), jnp.concatenate([unseen, log_sum], -1)
 
-        return _merge(state, lax.cond(ring.comes_before(step), early, late))
+        # Both branches have no collective: ranks may take different ones.
+        new = lax.cond(ring.is_earlier_source(step), earlier_source, later_source)
+        return _merge(state, new)
 
-    out, log_sum = ring.go_round(visit, None, keys)
+    out, log_sum = ring.rotate(visit, None, keys)
     if sinks is not None:
         total = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, :, None])
         out, log_sum = out * _by_token(jnp.exp(log_sum - total)), total
-    out, log_sum = named(out, log_sum, keys.value.dtype)
+    out, log_sum = name_residuals(out, log_sum, keys.value.dtype)
     return out, (query, keys, sinks, window, out, log_sum)
 
 
 def _backward(ring: KernelRing, saved, grad: Array):
     query, keys, sinks, window, out, log_sum = saved
-    rows = (query, out, log_sum, grad)
+    side = QuerySide(query, out, log_sum, grad)
     own = ring.tokens(keys, 0)
 
-    def visit(grads, keys: Keys, step):
+    def visit(grads, keys: KeyValues, step):
         if step is None:
-            return _grads(ring, rows, keys, Places(own, own, True), window)
+            return _grads(ring, side, keys, Places(own, own, True), window)
 
-        def early() -> tuple[Array, ...]:
-            seen, at = _half(keys, 0), _half(ring.tokens(keys, step), 0)
-            found = _grads(ring, rows, seen, Places(own, at, False), window)
+        def earlier_source() -> tuple[Array, ...]:
+            first, at = _half(keys, 0), _half(ring.tokens(keys, step), 0)
+            found = _grads(ring, side, first, Places(own, at, False), window)
             return found[0], _before_zeros(found[1]), _before_zeros(found[2])
 
-        def late() -> tuple[Array, ...]:
+        def later_source() -> tuple[Array, ...]:
             places = Places(_half(own, 1), ring.tokens(keys, step), False)
-            found = _grads(ring, _second_rows(rows), keys, places, window)
-            return _behind_zeros(found[0]), found[1], found[2]
+            found = _grads(ring, side.second_half(), keys, places, window)
+            return _after_zeros(found[0]), found[1], found[2]
 
-        of_query, of_key, of_value = lax.cond(ring.comes_before(step), early, late)
-        # The sums so far are received while this rank computes its own term.
+        of_query, of_key, of_value = lax.cond(
+            ring.is_earlier_source(step), earlier_source, later_source
+        )
+        # The gradient of a part is one step behind the part: its sum so far arrives
+        # from the rank that had these keys before, while this rank computes its term.
         key, value = ring.send(grads[1:])
         return grads[0] + of_query, key + of_key, value + of_value
 
-    of_query, key, value = ring.go_round(visit, None, keys)
+    of_query, key, value = ring.rotate(visit, None, keys)
     of_query, key, value = (
         x.astype(y.dtype)
         for x, y in zip((of_query, key, value), (query, *keys[:2]), strict=True)
@@ -194,25 +260,38 @@ def _backward(ring: KernelRing, saved, grad: Array):
     if ring.ranks > 1:
         # The last keys were those of the next rank: return their gradients to it.
         key, value = ring.send((key, value))
-    return of_query, Keys(key, value, None), _sinks_grad(sinks, saved[4:], grad), None
+    return of_query, KeyValues(key, value, None), _sinks_grad(sinks, side), None
 
 
 _ring.defvjp(_forward, _backward)
 
 
-def _attend(ring: KernelRing, query: Array, keys: Keys, places: Places, window):
+def _attend(ring: KernelRing, query: Array, keys: KeyValues, places: Places, window):
     out, log_sum = ring.kernel.forward(query, *keys[:2], ring.scores, places, window)
     return out.astype(jnp.float32), log_sum
 
 
-def _grads(ring: KernelRing, rows: Any, keys: Keys, places: Places, window):
-    query, out, log_sum, grad = rows
-    given = (query, *keys[:2], out, log_sum, grad, ring.scores, places, window)
-    return tuple(x.astype(jnp.float32) for x in ring.kernel.backward(*given))
+def _grads(ring: KernelRing, side: QuerySide, keys: KeyValues, places: Places, window):
+    found = ring.kernel.backward(
+        side.query,
+        keys.key,
+        keys.value,
+        side.out,
+        side.log_sum,
+        side.grad,
+        ring.scores,
+        places,
+        window,
+    )
+    return tuple(x.astype(jnp.float32) for x in found)
 
 
 def _merge(state: Any, new: Any) -> tuple[Array, Array]:
-    """Merges the softmaxes over two sets of keys."""
+    """Merges the softmaxes over two sets of keys.
+
+    Each output is relative to its own log-sum-exp: `exp(log_sum - total)` is the share
+    of its keys in the softmax over both.
+    """
     (out, log_sum), (new_out, new_log_sum) = state, new
     total = jnp.logaddexp(log_sum, new_log_sum)
     parts = (_by_token(jnp.exp(x - total)) for x in (log_sum, new_log_sum))
@@ -220,13 +299,12 @@ def _merge(state: Any, new: Any) -> tuple[Array, Array]:
     return out * own + new_out * other, total
 
 
-def _sinks_grad(sinks: Sinks, saved: Any, grad: Array) -> Sinks:
+def _sinks_grad(sinks: Sinks, side: QuerySide) -> Sinks:
     if sinks is None:
         return None
-    out, log_sum = saved
-    delta = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), -1)
-    weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
-    return -(weights * delta.swapaxes(1, 2)).sum((0, 2)).astype(sinks.dtype)
+    out, grad = (x.astype(jnp.float32) for x in (side.out, side.grad))
+    delta = jnp.sum(out * grad, -1).swapaxes(1, 2)
+    return sinks_grad(sinks, side.log_sum, delta, (0, 2))
 
 
 def _by_token(stats: Float[Array, "batch heads seq"]) -> Array:
@@ -238,15 +316,9 @@ def _half(tree: Any, which: int) -> Any:
     return jax.tree.map(lambda x: jnp.split(x, 2, axis=1)[which], tree)
 
 
-def _second_rows(rows: Any) -> Any:
-    query, out, log_sum, grad = rows
-    second = _half((query, out, grad), 1)
-    return second[0], second[1], jnp.split(log_sum, 2, axis=2)[1], second[2]
-
-
 def _before_zeros(x: Array) -> Array:
     return jnp.concatenate([x, jnp.zeros_like(x)], axis=1)
 
 
-def _behind_zeros(x: Array) -> Array:
+def _after_zeros(x: Array) -> Array:
     return jnp.concatenate([jnp.zeros_like(x), x], axis=1)

@@ -1,4 +1,7 @@
-"""Mixers with a state, such as Mamba, on rows whose tokens are split over `cp`."""
+"""Context-parallel recurrent mixers (Mamba, gated delta net, linear attention).
+
+They all-gather the row and run the mixer unsharded.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,24 @@ from fsdp_jax.ops.attention._zigzag import (
 )
 
 Segments = Int[Array, "batch seq"] | None
-Mixes = Callable[
+Mixer = Callable[
     [Float[Array, "batch seq embed"], Segments], Float[Array, "batch seq embed"]
 ]
 
 
 def all_gather_recurrence(
-    mixer: Mixes,
+    mixer: Mixer,
     x: Float[Array, "batch seq embed"],
     segment_ids: Segments,
     *,
     axis: str = "cp",
 ) -> Float[Array, "batch seq embed"]:
-    """Runs a mixer with a state over rows whose tokens are split over `axis`.
+    """Runs a recurrent mixer over rows whose tokens are split over `axis`.
 
-    Each rank all-gathers whole rows, runs the mixer on them in the order of the text,
-    and keeps the outputs of its own tokens; gradients are reduce-scattered. Every rank
-    thus computes the whole mixer, and holds its activations of whole rows: attention
-    and MLPs of the other layers are what `axis` divides. Rows are in the order of
-    `zigzag`.
+    Each rank all-gathers the row, runs the mixer on it in the order of the text, and
+    keeps the outputs of its own tokens; gradients are reduce-scattered. Every rank
+    computes the whole mixer and stores its activations: `cp` saves compute and memory
+    in attention and MLP layers only. Rows are in the order of `zigzag`.
 
     Args:
       mixer: Function of hidden states and segment ids, whose token sees those before
@@ -56,10 +58,10 @@ def all_gather_recurrence(
     check_chunks({"rows": seq * ranks}, ranks)
     with jax.named_scope(ALL_GATHER_RECURRENCE):
 
-        def whole(part: Array) -> Array:
+        def gather_row(part: Array) -> Array:
             gathered = lax.all_gather(part, axis, axis=1, tiled=True)
             return inverse_zigzag(gathered, ranks)
 
-        segments = None if segment_ids is None else whole(segment_ids)
-        mixed = zigzag(mixer(whole(x), segments), ranks)
-        return lax.dynamic_slice_in_dim(mixed, lax.axis_index(axis) * seq, seq, axis=1)
+        segments = None if segment_ids is None else gather_row(segment_ids)
+        out = zigzag(mixer(gather_row(x), segments), ranks)
+        return lax.dynamic_slice_in_dim(out, lax.axis_index(axis) * seq, seq, axis=1)

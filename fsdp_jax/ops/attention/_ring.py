@@ -12,37 +12,42 @@ from jaxtyping import Array, Float, Int
 
 from fsdp_jax._scopes import RING_ATTENTION
 from fsdp_jax.ops.attention._blockwise import (
-    Asked,
-    Form,
+    BlockConfig,
     Grads,
-    Keys,
+    KeyValueBlocks,
     Pairs,
+    QueryBlocks,
+    SinkBlocks,
     Softmax,
     attend,
     attend_backward,
-    begin,
-    finish,
+    backward_inputs,
+    block_sinks_grad,
+    finalize_softmax,
     heads_of_blocks,
+    init_softmax,
     join_pairs,
-    known_of,
-    no_grads,
     pairs_of_chunks,
-    sinks_backward,
+    zero_grads,
 )
-from fsdp_jax.ops.attention._common import cut, form_of, named, triangles
+from fsdp_jax.ops.attention._common import (
+    block_config,
+    name_residuals,
+    to_blocks,
+    triangles,
+)
 from fsdp_jax.ops.attention._kernel_ring import (
     AttentionKernel,
     Given,
     KernelRing,
+    KeyValues,
     Scores,
     kernel_ring,
 )
-from fsdp_jax.ops.attention._kernel_ring import Keys as KernelKeys
 from fsdp_jax.ops.attention._rotation import Ring
 from fsdp_jax.ops.attention._zigzag import check_chunks, chunks_of, ranks_along
 
 Chunks = tuple[Array, Array]
-Sinks = Float[Array, "kv_heads rows"] | None
 
 
 def ring_attention(
@@ -61,9 +66,10 @@ def ring_attention(
     """Computes causal attention over rows whose tokens are split over `axis`.
 
     Each rank keeps its queries. Keys and values rotate from neighbour to neighbour
-    while each rank computes with those received before: a rank stores two parts of a
-    row, however long the row is. The backward pass rotates once more, and the gradient
-    of each part is sent along with it. Rows are in the order of `zigzag`: each step is
+    while each rank computes with those received before. Memory per rank: two of the
+    `cp` parts of the keys and values, the one in use and the one in flight. The
+    backward pass rotates once more, and the gradient of each part is sent along with
+    it. Rows are in the order of `zigzag`: each step is
     then half of a square on each rank, and no block is computed only to be masked.
 
     Pass it as `attention` to `bridge.models.Decoder`, with `zigzag_positions` as
@@ -109,29 +115,29 @@ def ring_attention(
         ring = KernelRing(axis, ranks, kernel, Scores(scale, softcap))
         window = None if window is None else jnp.asarray(window, jnp.int32)
         with jax.named_scope(RING_ATTENTION):
-            keys = KernelKeys(key, value, segment_ids)
+            keys = KeyValues(key, value, segment_ids)
             return kernel_ring(ring, Given(query, keys, sinks, window))
-    form = form_of(query.shape[1], scale, softcap, axis)
-    ring = _BlockRing(axis, ranks_along(axis), form)
+    config = block_config(query.shape[1], scale, softcap, axis)
+    ring = _BlockRing(axis, ranks_along(axis), config)
     with jax.named_scope(RING_ATTENTION):
-        given = cut(ring.form, query, key, value, segment_ids, window, sinks)
-        mixed: Any = _ring(ring, *given)
-        return heads_of_blocks(mixed, ring.form.block)
+        given = to_blocks(ring.config, query, key, value, segment_ids, window, sinks)
+        out: Any = _ring(ring, *given)
+        return heads_of_blocks(out, ring.config.block)
 
 
 def _check_stages(axis: str) -> None:
     """Raises for a ring within a pipeline stage, which would deadlock.
 
-    XLA runs a collective-permute on all devices of a mesh together, but a layer only on
-    those of the active stage (on CPUs it aborts after 40 s).
+    The collective-permute of keys must run on all devices, but only one stage's devices
+    run a layer at a time (on CPUs XLA aborts after 40 s).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if ranks_along(axis) > 1 and (stages := mesh.shape.get("pp", 1)) > 1:
         raise ValueError(
             f"ring_attention over {axis}={mesh.shape[axis]} in one of pp={stages} "
-            "stages: keys that go round are sent by all devices at once, and only "
-            "those of one stage run a layer. Use fsdp_jax.ops.all_gather_attention or "
-            "ulysses_attention (--cp-form), or pp=1."
+            "stages: the collective-permute of keys must run on all devices, but only "
+            "one stage's devices run a layer at a time. Use pp=1, or "
+            "fsdp_jax.ops.all_gather_attention or ulysses_attention (--cp-form)."
         )
 
 
@@ -140,18 +146,25 @@ class _BlockRing(Ring):
     """A ring whose ranks attend by blocks.
 
     Attributes:
-      form: Static parameters of block attention.
+      config: Static parameters of block attention.
     """
 
-    form: Form
+    config: BlockConfig
 
-    def pairs(self, keys: Keys, step: Int[Array, ""] | None) -> Pairs:
-        """Returns the pairs of blocks that meet when keys have come `step` ranks."""
+    def pairs(self, keys: KeyValueBlocks, step: Int[Array, ""] | None) -> Pairs:
+        """Returns the pairs of blocks that meet after keys were sent `step` times."""
         return self._own_pairs(keys) if step is None else self._pairs(keys, step)
 
-    def _own_pairs(self, keys: Keys) -> Pairs:
-        """Returns two causal triangles, and the square between the two chunks."""
-        own = triangles(self.form, self.rank(), self.ranks, self._length(keys))
+    def _own_pairs(self, keys: KeyValueBlocks) -> Pairs:
+        """Returns two causal triangles, and the square between the two chunks.
+
+        The later chunk of queries sees all of the earlier chunk of keys:
+
+                     keys 0     keys 1
+            query 0  triangle   -
+            query 1  square     triangle
+        """
+        own = triangles(self.config, self.rank(), self.ranks, self._length(keys))
         if self.ranks == 1:
             return own
         one, zero = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
@@ -159,11 +172,14 @@ class _BlockRing(Ring):
         square = self._of_chunks(keys, (one, chunks[1:]), (zero, chunks[:1]))
         return join_pairs(own, square)
 
-    def _pairs(self, keys: Keys, step: Int[Array, ""]) -> Pairs:
+    def _pairs(self, keys: KeyValueBlocks, step: Int[Array, ""]) -> Pairs:
         """Returns the two squares that this rank sees of the rank `step` before it.
 
-        If that rank has a smaller index, both chunks here see its earlier chunk; if it
-        has a larger one, the later chunk here sees both of its chunks.
+        Rank r has chunks r and 2 * ranks - 1 - r of the row, so by their indices every
+        pair of chunks of two ranks is seen entirely or not at all:
+
+            source < rank    query 0 and query 1 see keys 0
+            source > rank    query 1 sees keys 0 and keys 1
         """
         rank = self.rank()
         source = (rank - step) % self.ranks
@@ -173,54 +189,64 @@ class _BlockRing(Ring):
         key = jnp.stack([jnp.int32(0), jnp.where(is_before, 0, 1)])
         return self._of_chunks(keys, (query, own[query]), (key, other[key]))
 
-    def _of_chunks(self, keys: Keys, query: Chunks, key: Chunks) -> Pairs:
-        return pairs_of_chunks(query, key, self._length(keys) // 2, self.form.block)
+    def _of_chunks(self, keys: KeyValueBlocks, query: Chunks, key: Chunks) -> Pairs:
+        return pairs_of_chunks(query, key, self._length(keys) // 2, self.config.block)
 
-    def _length(self, keys: Keys) -> int:
-        return keys.key.shape[0] * self.form.block
+    def _length(self, keys: KeyValueBlocks) -> int:
+        return keys.key.shape[0] * self.config.block
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: _BlockRing, asked: Asked, keys: Keys, sinks: Sinks) -> Array:
-    return _forward(ring, asked, keys, sinks)[0]
+def _ring(
+    ring: _BlockRing, queries: QueryBlocks, keys: KeyValueBlocks, sinks: SinkBlocks
+) -> Array:
+    return _forward(ring, queries, keys, sinks)[0]
 
 
-def _forward(ring: _BlockRing, asked: Asked, keys: Keys, sinks: Sinks):
-    def visit(state: Softmax, keys: Keys, step: Int[Array, ""] | None) -> Softmax:
+def _forward(
+    ring: _BlockRing, queries: QueryBlocks, keys: KeyValueBlocks, sinks: SinkBlocks
+):
+    def visit(
+        state: Softmax, keys: KeyValueBlocks, step: Int[Array, ""] | None
+    ) -> Softmax:
         pairs, causal = ring.pairs(keys, step), step is None
-        return attend(ring.form, asked, keys, state, pairs, causal=causal)
+        return attend(ring.config, queries, keys, state, pairs, causal=causal)
 
-    state = ring.go_round(visit, begin(asked.query, keys.value), keys)
-    out, log_sum = named(*finish(state, sinks), keys.value.dtype)
-    return out, (asked, keys, sinks, out, log_sum)
+    state = ring.rotate(visit, init_softmax(queries.query, keys.value), keys)
+    out, log_sum = name_residuals(*finalize_softmax(state, sinks), keys.value.dtype)
+    return out, (queries, keys, sinks, out, log_sum)
 
 
 def _backward(ring: _BlockRing, saved, grad: Array):
-    asked, keys, sinks, out, log_sum = saved
-    known = known_of(grad, out, log_sum)
+    queries, keys, sinks, out, log_sum = saved
+    inputs = backward_inputs(grad, out, log_sum)
 
-    def visit(grads: Grads, keys: Keys, step: Int[Array, ""] | None) -> Grads:
+    def visit(grads: Grads, keys: KeyValueBlocks, step: Int[Array, ""] | None) -> Grads:
         pairs, causal = ring.pairs(keys, step), step is None
-        fresh = no_grads(asked, keys)._replace(query=grads.query)
+        fresh = zero_grads(queries, keys)._replace(query=grads.query)
         fresh = attend_backward(
-            ring.form, asked, keys, known, fresh, pairs, causal=causal
+            ring.config, queries, keys, inputs, fresh, pairs, causal=causal
         )
         if causal:  # The keys of this rank: no other rank has added a gradient yet.
             return fresh
-        # The sums so far are received while this rank computes its own term.
+        # The gradient of a part is one step behind the part: its sum so far arrives
+        # from the rank that had these keys before, while this rank computes its term.
         key, value = ring.send((grads.key, grads.value))
         return Grads(fresh.query, key + fresh.key, value + fresh.value)
 
-    grads = ring.go_round(visit, no_grads(asked, keys), keys)
+    grads = ring.rotate(visit, zero_grads(queries, keys), keys)
     query, key, value = (
         x.astype(y.dtype)
-        for x, y in zip(grads, (asked.query, keys.key, keys.value), strict=True)
+        for x, y in zip(grads, (queries.query, keys.key, keys.value), strict=True)
     )
     if ring.ranks > 1:
         # The last keys were those of the next rank: return their gradients to it.
         key, value = ring.send((key, value))
-    of_asked, of_keys = Asked(query, None, None), Keys(key, value, None)
-    return of_asked, of_keys, sinks_backward(sinks, known)
+    of_queries, of_keys = (
+        QueryBlocks(query, None, None),
+        KeyValueBlocks(key, value, None),
+    )
+    return of_queries, of_keys, block_sinks_grad(sinks, inputs)
 
 
 _ring.defvjp(_forward, _backward)

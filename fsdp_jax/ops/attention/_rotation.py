@@ -1,4 +1,4 @@
-"""The ring of ranks: keys and values rotate, and which of them a rank sees."""
+"""Ring of ranks: rotates keys and values so that each rank visits those of all."""
 
 from __future__ import annotations
 
@@ -29,22 +29,29 @@ class Ring:
         to = [(rank, (rank + 1) % self.ranks) for rank in range(self.ranks)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, to), tree)
 
-    def go_round(self, visit: Callable[..., Any], state: Any, keys: Any) -> Any:
+    def rotate(self, visit: Callable[..., Any], state: Any, keys: Any) -> Any:
         """Calls `visit(state, keys, step)` with each rank's keys in turn.
-
-        `step` is the number of ranks that the keys have come; None for own keys.
 
         The keys of the next step are communicated while the current ones are used:
 
         | step | keys in use, on rank r | keys in flight |
         |---|---|---|
-        | 0 | r (causal) | r - 1 |
+        | None (0) | r | r - 1 |
         | 1 <= i < ranks - 1 | r - i | r - i - 1 |
         | ranks - 1 | r + 1 | none |
+
+        Args:
+          visit: Function of state, keys and step that returns the next state. The step
+            is the number of times the keys were sent, traced; None for own keys.
+          state: Pytree of arrays.
+          keys: Keys and values of this rank, a pytree of arrays.
+
+        Returns:
+          State after the visits of all ranks' keys.
         """
         if self.ranks == 1:
             return visit(state, keys, None)
-        # Sent before they are used, so that XLA can overlap the two.
+        # Sent before they are used, so that XLA overlaps communication and `visit`.
         arriving = self.send(keys)
         state = visit(state, keys, None)
 
@@ -57,7 +64,7 @@ class Ring:
         steps = jnp.arange(1, self.ranks - 1, dtype=jnp.int32)
         if self.ranks > 2:
             (state, arriving), _ = lax.scan(body, (state, arriving), steps)
-        # Outside of the loop, since the last keys are not sent on.
+        # Outside of the loop: the last keys are not sent on.
         return visit(state, arriving, jnp.int32(self.ranks - 1))
 
     def rank(self) -> Int[Array, ""]:

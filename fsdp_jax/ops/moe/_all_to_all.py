@@ -92,7 +92,8 @@ def exchange(
 
     def send(rows, *segments):
         return lax.platform_dependent(
-            *(rows, *segments),
+            rows,
+            *segments,
             cuda=ragged,
             rocm=ragged,
             tpu=ragged,

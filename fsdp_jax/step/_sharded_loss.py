@@ -1,0 +1,67 @@
+"""A loss of shards with its plan, and what each rank passes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from fsdp_jax._tree import PyTree
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.step._aux_outputs import AuxFormat
+from fsdp_jax.step._loss import LossFn, LossForm, LossOfShards, loss_of_shards
+from fsdp_jax.step._shard import Shard
+
+
+class ShardedLoss(NamedTuple):
+    """The loss of a plan's shards.
+
+    Attributes:
+      plan: Plan of the model.
+      call: Loss as a function of shards.
+      aux_format: Sorter of its auxiliary outputs.
+    """
+
+    plan: Plan
+    call: LossOfShards
+    aux_format: AuxFormat
+
+
+class RankInputs(NamedTuple):
+    """What one rank passes to a loss, within `shard_map`.
+
+    Attributes:
+      shards: Shards of all parameters, in plan order.
+      model_state: Arrays of the model that are not parameters.
+      rows: Batch of this rank; `[microbatches, ...]` where a step accumulates.
+      key: PRNG key of this rank.
+    """
+
+    shards: Sequence[Shard]
+    model_state: PyTree
+    rows: PyTree
+    key: Array
+
+    @property
+    def num_microbatches(self) -> int:
+        """Leading dim of `rows`, where a step accumulates."""
+        return jax.tree.leaves(self.rows)[0].shape[0]
+
+    @property
+    def example(self) -> tuple[PyTree, PyTree, Array]:
+        """Arguments of a loss after the shards, with the first microbatch's rows."""
+        return self.model_state, jax.tree.map(lambda x: x[0], self.rows), self.key
+
+
+def sharded_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> ShardedLoss:
+    """Returns the loss of a plan's shards, with what sorts its auxiliary outputs.
+
+    Args:
+      plan: Plan of the model.
+      loss_fn: The user's loss.
+      form: Form of its result.
+    """
+    aux_format = AuxFormat(has_whole_rows=plan.mesh.shape["cp"] == 1)
+    return ShardedLoss(plan, loss_of_shards(plan, loss_fn, form), aux_format)
