@@ -90,7 +90,7 @@ def warm_up() -> None:
     config = ElasticConfig(1, 4, rejoin_secs=float("inf"))
     with (
         tempfile.TemporaryDirectory() as folder,
-        ElasticRun(Path(folder), 9, config) as run,
+        ElasticRun(Path(folder), STEPS, config) as run,
     ):
         for _ in range(3):
             run.await_step_after(
