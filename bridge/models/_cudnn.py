@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from bridge._compat import CUDNN_ATTENTION
-from bridge.models._kernel_places import Places, Scores
+from bridge.models._kernel_mask import Mask, Scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CudnnKernel:
         key: Float[Array, "batch keys kv_heads head_dim"],
         value: Float[Array, "batch keys kv_heads v_head_dim"],
         scores: Scores,
-        places: Places,
+        mask: Mask,
         window: Any = None,
     ) -> tuple[
         Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
@@ -43,12 +43,12 @@ class CudnnKernel:
           key: Keys.
           value: Values.
           scores: Static parameters of the scores, without a softcap.
-          places: Whether keys after a query are hidden; positions are not read.
+          mask: Whether keys after a query are hidden; positions are not read.
           window: Tokens that a query sees, its own included; None for all before it.
         """
         fused = CUDNN_ATTENTION.get()
         given = (query, key, value, *_unused(query))
-        static = _static(fused, scores, places, window)
+        static = _static(fused, scores, mask, window)
         bind = fused._dot_product_attention_fwd_p_wrapper.bind
         out, log_sum = bind(*given, **static, is_training=True)
         return out, log_sum
@@ -62,7 +62,7 @@ class CudnnKernel:
         log_sum: Float[Array, "batch heads seq"],
         grad: Float[Array, "batch seq heads v_head_dim"],
         scores: Scores,
-        places: Places,
+        mask: Mask,
         window: Any = None,
     ) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values.
@@ -75,12 +75,12 @@ class CudnnKernel:
           log_sum: Log-sum-exp of the scores with all keys.
           grad: Cotangent of `out`.
           scores: Static parameters of the scores.
-          places: Whether keys after a query are hidden.
+          mask: Whether keys after a query are hidden.
           window: Tokens that a query sees.
         """
         fused = CUDNN_ATTENTION.get()
         given = (query, key, value, *_unused(query), log_sum, out, grad)
-        static = _static(fused, scores, places, window)
+        static = _static(fused, scores, mask, window)
         grads = fused._dot_product_attention_bwd_p_wrapper.bind(*given, **static)
         return grads[0], grads[1], grads[2]
 
@@ -94,14 +94,14 @@ def _unused(query: Array) -> list[Array]:
     return [jnp.zeros(0, query.dtype)] * 7
 
 
-def _static(fused: Any, scores: Scores, places: Places, window: Any) -> dict[str, Any]:
+def _static(fused: Any, scores: Scores, mask: Mask, window: Any) -> dict[str, Any]:
     causal, full = fused.MaskType.CAUSAL, fused.MaskType.NO_MASK
     static = dict(
         scale=scores.scale,
         seed=42,  # Of the dropout, of which there is none: any number.
         dropout_rate=0.0,
         variadic_args=(False, False),  # No bias, and no gradient of one.
-        mask_type=causal if places.causal else full,
+        mask_type=causal if mask.causal else full,
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
-from bridge.models._kernel_places import Ranges, Scores, Tokens
+from bridge.models._kernel_mask import Ranges, Scores, Tokens
 
 LOWEST = -1e30
 """Maximum of no scores: finite, so that differences with it are numbers."""
@@ -28,8 +28,8 @@ class Operands(NamedTuple):
         keys are computed, `[queries, group, head_dim]`.
       key: Keys, `[keys, head_dim]`.
       value: Values, `[keys, v_head_dim]`.
-      queries: Places of the queries.
-      keys: Places of the keys.
+      queries: Positions and segments of the queries.
+      keys: Positions and segments of the keys.
       window: Tokens that a query sees, `[1]`; None for all before it.
       ranges: Blocks of the other side that each block visits.
     """

@@ -18,9 +18,9 @@ from bridge.models._flash_bodies import (
     key_grads_body,
     query_grad_body,
 )
-from bridge.models._kernel_places import (
+from bridge.models._kernel_mask import (
     UNSEEN,
-    Places,
+    Mask,
     Ranges,
     Scores,
     block_ranges,
@@ -72,7 +72,7 @@ class FlashKernel:
         key: Float[Array, "batch keys kv_heads head_dim"],
         value: Float[Array, "batch keys kv_heads v_head_dim"],
         scores: Scores,
-        places: Places,
+        mask: Mask,
         window: Any = None,
     ) -> tuple[
         Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
@@ -84,12 +84,12 @@ class FlashKernel:
           key: Keys.
           value: Values.
           scores: Static parameters of the scores.
-          places: Places of queries and keys.
+          mask: Which keys a query sees.
           window: Tokens that a query sees, its own included; None for all before it.
         """
         seq, blocks = query.shape[1], self._blocks(query, value).forward
         call = _Call(scores, blocks, self.interpret)
-        operands, _ = call.prepare(query, key, value, places, window)
+        operands, _ = call.prepare(query, key, value, mask, window)
         out, log_sum = call.forward(operands)
         return out[:, :seq], log_sum[:, :, :seq]
 
@@ -102,7 +102,7 @@ class FlashKernel:
         log_sum: Float[Array, "batch heads seq"],
         grad: Float[Array, "batch seq heads v_head_dim"],
         scores: Scores,
-        places: Places,
+        mask: Mask,
         window: Any = None,
     ) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values.
@@ -115,13 +115,13 @@ class FlashKernel:
           log_sum: Log-sum-exp of the scores with all keys.
           grad: Cotangent of `out`.
           scores: Static parameters of the scores.
-          places: Places of queries and keys.
+          mask: Which keys a query sees.
           window: Tokens that a query sees.
         """
         seq, num_keys = query.shape[1], key.shape[1]
         call = _Call(scores, self._blocks(query, value).backward, self.interpret)
         delta = jnp.einsum("bqhd,bqhd->bhq", *(_wide(x) for x in (out, grad)))
-        operands, by_keys = call.prepare(query, key, value, places, window)
+        operands, by_keys = call.prepare(query, key, value, mask, window)
         pad = ((0, 0), (0, 0), (0, -seq % call.blocks[0]))
         stats = Stats(jnp.pad(log_sum, pad), jnp.pad(delta, pad))
         grad = _pad(grad, call.blocks[0])
@@ -154,7 +154,7 @@ class _Call:
     interpret: bool
 
     def prepare(
-        self, query: Array, key: Array, value: Array, places: Places, window: Any
+        self, query: Array, key: Array, value: Array, mask: Mask, window: Any
     ) -> tuple[Operands, Ranges]:
         """Pads all to full blocks, and finds the blocks that meet.
 
@@ -163,8 +163,8 @@ class _Call:
           blocks of queries that each block of keys visits.
         """
         own, other = self.blocks
-        queries = pad_tokens(places.queries, own, -1)
-        keys = pad_tokens(places.keys, other, UNSEEN)
+        queries = pad_tokens(mask.queries, own, -1)
+        keys = pad_tokens(mask.keys, other, UNSEEN)
         window = None if window is None else jnp.asarray(window, jnp.int32)
         by_queries, by_keys = block_ranges(queries, keys, window, own, other)
         operands = Operands(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from bridge.models._cudnn import CudnnKernel
 from bridge.models._flash_kernel import FlashKernel
-from bridge.models._kernel_places import Places, Scores, Tokens
+from bridge.models._kernel_mask import Mask, Scores, Tokens
 
 # `fsdp_jax.ops` gives the residuals of context-parallel attention the same name, so
 # that one `remat_policy` saves both. Neither package imports the other: a test compares
@@ -22,7 +22,7 @@ Sinks = Float[Array, " heads"] | None
 Window = int | Int[Array, ""] | None
 
 
-class _Places(NamedTuple):
+class _Seen(NamedTuple):
     """Traced arguments that have no gradient."""
 
     tokens: Tokens
@@ -60,10 +60,10 @@ def fused_attention(
     """
     batch, seq, _, _ = query.shape
     row = jnp.arange(seq, dtype=jnp.int32)
-    places = Tokens(jnp.broadcast_to(row, (batch, seq)), segment_ids)
+    tokens = Tokens(jnp.broadcast_to(row, (batch, seq)), segment_ids)
     static, traced = split_window(window)
     how = (kernel, Scores(scale, softcap), static)
-    return _attend(how, query, key, value, sinks, _Places(places, traced))
+    return _attend(how, query, key, value, sinks, _Seen(tokens, traced))
 
 
 def split_window(window: Window) -> tuple[int | None, Int[Array, ""] | None]:
@@ -78,9 +78,9 @@ def _attend(how: Any, query: Array, key: Array, value: Array, sinks: Sinks, at: 
 
 def _forward(how: Any, query: Array, key: Array, value: Array, sinks: Sinks, at: Any):
     kernel, scores, window = how
-    places = Places(at.tokens, at.tokens, causal=True)
+    mask = Mask(at.tokens, at.tokens, causal=True)
     window = at.window if window is None else window
-    out, log_sum = kernel.forward(query, key, value, scores, places, window)
+    out, log_sum = kernel.forward(query, key, value, scores, mask, window)
     if sinks is not None:
         with_sinks = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, :, None])
         part = jnp.exp(log_sum - with_sinks).swapaxes(1, 2)[..., None]
@@ -92,11 +92,9 @@ def _forward(how: Any, query: Array, key: Array, value: Array, sinks: Sinks, at:
 def _backward(how: Any, saved: Any, grad: Array):
     kernel, scores, window = how
     query, key, value, sinks, at, out, log_sum = saved
-    places = Places(at.tokens, at.tokens, causal=True)
+    mask = Mask(at.tokens, at.tokens, causal=True)
     window = at.window if window is None else window
-    grads = kernel.backward(
-        query, key, value, out, log_sum, grad, scores, places, window
-    )
+    grads = kernel.backward(query, key, value, out, log_sum, grad, scores, mask, window)
     return *grads, _sinks_grad(sinks, out, log_sum, grad), None
 
 

@@ -20,7 +20,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class JobPlace:
     """Place of a process in a job.
 
     Attributes:
@@ -49,7 +49,7 @@ def find_place(
     local_device_ids: int | Sequence[int] | None = None,
     *,
     environment: Mapping[str, str] | None = None,
-) -> Place | None:
+) -> JobPlace | None:
     """Returns the place of this process; None if no job is configured.
 
     Args:
@@ -87,7 +87,7 @@ def find_place(
     return _with_token(_place(address, count, rank, ids), variables)
 
 
-def check_token(place: Place) -> None:
+def check_token(place: JobPlace) -> None:
     """Raises a `ValueError` if a process needs a token of its job, and has none.
 
     It needs none alone, or if only processes of its machine reach the coordinator.
@@ -108,27 +108,27 @@ def check_token(place: Place) -> None:
         )
 
 
-def _with_token(place: Place, variables: Mapping[str, str]) -> Place:
+def _with_token(place: JobPlace, variables: Mapping[str, str]) -> JobPlace:
     return dataclasses.replace(place, token=variables.get(TOKEN, ""))
 
 
 def _place(
     address: str, count: int, rank: int, ids: Sequence[int] | None, hosted: bool = False
-) -> Place:
+) -> JobPlace:
     host, port = split_address(address)
     if not 0 <= rank < count:
         raise ValueError(
             f"process_id {rank} of num_processes {count}: ids are 0 to "
             f"{max(count - 1, 0)}."
         )
-    return Place(host, port, count, rank, ids, hosted)
+    return JobPlace(host, port, count, rank, ids, hosted)
 
 
 def _is_torchrun(variables: Mapping[str, str]) -> bool:
     return "RANK" in variables and "WORLD_SIZE" in variables
 
 
-def _from_torchrun(variables: Mapping[str, str], ids: Sequence[int] | None) -> Place:
+def _from_torchrun(variables: Mapping[str, str], ids: Sequence[int] | None) -> JobPlace:
     missing = [name for name in _TORCHRUN if name not in variables]
     if missing:
         raise ValueError(

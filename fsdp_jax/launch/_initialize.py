@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from fsdp_jax.launch._client import Client, attend
-from fsdp_jax.launch._cluster import Place, check_token, find_place
+from fsdp_jax.launch._cluster import JobPlace, check_token, find_place
 from fsdp_jax.launch._coordinator import Coordinator
 from fsdp_jax.launch._handshake import Handshake, as_facts
 from fsdp_jax.launch._relay import is_proxied, start_relay
@@ -146,7 +146,7 @@ def _fail(error: BaseException, *, is_printed: bool) -> None:
         _process.client.fail(text, is_printed=is_printed)
 
 
-def _join(place: Place, facts: dict[str, str], timeouts: Timeouts) -> None:
+def _join(place: JobPlace, facts: dict[str, str], timeouts: Timeouts) -> None:
     hosts = place.process_id == 0 and not place.hosted
     coordinator = (
         Coordinator(
@@ -175,7 +175,7 @@ def _join(place: Place, facts: dict[str, str], timeouts: Timeouts) -> None:
         _start_jax(place, client.service)
 
 
-def _start_jax(place: Place, service: int) -> None:
+def _start_jax(place: JobPlace, service: int) -> None:
     host = f"[{place.host}]" if ":" in place.host else place.host
     address = f"{host}:{service}"
     if place.process_id > 0 and not is_proxied(os.environ):
@@ -190,7 +190,7 @@ def _start_jax(place: Place, service: int) -> None:
 
 
 @contextlib.contextmanager
-def _reserved_port(place: Place) -> Iterator[int]:
+def _reserved_port(place: JobPlace) -> Iterator[int]:
     """Yields a port reserved for jax's service in process 0; 0 in other processes.
 
     The socket is bound and does not listen. The service can bind the port too, by

@@ -16,7 +16,7 @@ from bridge.models import Accelerator, AttentionShape, choose_attention
 from bridge.models._attention import attend, causal_mask
 from bridge.models._flash_kernel import Blocks, FlashKernel
 from bridge.models._fused_attention import fused_attention
-from bridge.models._kernel_places import Tokens, block_ranges
+from bridge.models._kernel_mask import Tokens, block_ranges
 
 ROWS, SEQ, HEADS, KV_HEADS, WIDTH, V_WIDTH = 2, 40, 4, 2, 24, 16
 SCALE = 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.errors import facts
 
-from fsdp_jax.launch._cluster import Place, check_token, find_place
+from fsdp_jax.launch._cluster import JobPlace, check_token, find_place
 
 TORCHRUN = {
     "MASTER_ADDR": "node1",
@@ -50,24 +50,24 @@ def test_without_any_launcher_there_is_no_job(variables):
 
 def test_torchruns_variables_say_the_place(variables):
     variables(**TORCHRUN)
-    assert find_place() == Place("node1", 29500, 8, 5, [1])
+    assert find_place() == JobPlace("node1", 29500, 8, 5, [1])
 
 
 def test_where_torchrun_listens_itself_the_next_port_is_taken(variables):
     variables(**TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True")
-    assert find_place() == Place("node1", 29501, 8, 5, [1])
+    assert find_place() == JobPlace("node1", 29501, 8, 5, [1])
 
 
 def test_a_job_of_one_machine_stays_on_it(variables):
     variables(**TORCHRUN, LOCAL_WORLD_SIZE="8")
-    assert find_place() == Place("127.0.0.1", 29500, 8, 5, [1])
+    assert find_place() == JobPlace("127.0.0.1", 29500, 8, 5, [1])
     variables(**TORCHRUN, LOCAL_WORLD_SIZE="4")
-    assert find_place() == Place("node1", 29500, 8, 5, [1])
+    assert find_place() == JobPlace("node1", 29500, 8, 5, [1])
 
 
 def test_slurms_variables_say_the_place(variables):
     variables(**SLURM)
-    assert find_place() == Place("node07", 61441, 8, 5, [1])
+    assert find_place() == JobPlace("node07", 61441, 8, 5, [1])
 
 
 def test_open_mpis_variables_say_the_place(variables):
@@ -79,14 +79,14 @@ def test_open_mpis_variables_say_the_place(variables):
 
 def test_the_launcher_next_to_the_program_counts(variables):
     variables(**SLURM, **TORCHRUN)  # srun torchrun
-    assert find_place() == Place("node1", 29500, 8, 5, [1])
+    assert find_place() == JobPlace("node1", 29500, 8, 5, [1])
 
 
 def test_arguments_count_before_variables(variables):
     variables(**TORCHRUN)
-    assert find_place("h:1", 2, 1, 3) == Place("h", 1, 2, 1, [3])
+    assert find_place("h:1", 2, 1, 3) == JobPlace("h", 1, 2, 1, [3])
     variables(JAX_COORDINATOR_ADDRESS="h:2")
-    assert find_place(num_processes=2, process_id=1) == Place("h", 2, 2, 1)
+    assert find_place(num_processes=2, process_id=1) == JobPlace("h", 2, 2, 1)
 
 
 @pytest.mark.parametrize("without", ["MASTER_ADDR", "LOCAL_RANK"])
@@ -137,14 +137,14 @@ def test_a_pod_of_an_indexed_job_needs_the_package_that_finds_the_others(variabl
 @pytest.mark.parametrize(
     "place, needs",
     [
-        (Place("node1", 1, 8, 5), True),
-        (Place("10.0.0.1", 1, 2, 0), True),
-        (Place("127.0.0.1", 1, 2, 0, hosted=True), True),
-        (Place("node1", 1, 8, 5, token="secret"), False),
-        (Place("node1", 1, 1, 0), False),
-        (Place("localhost", 1, 2, 1), False),
-        (Place("127.0.0.1", 1, 2, 1), False),
-        (Place("::1", 1, 2, 1), False),
+        (JobPlace("node1", 1, 8, 5), True),
+        (JobPlace("10.0.0.1", 1, 2, 0), True),
+        (JobPlace("127.0.0.1", 1, 2, 0, hosted=True), True),
+        (JobPlace("node1", 1, 8, 5, token="secret"), False),
+        (JobPlace("node1", 1, 1, 0), False),
+        (JobPlace("localhost", 1, 2, 1), False),
+        (JobPlace("127.0.0.1", 1, 2, 1), False),
+        (JobPlace("::1", 1, 2, 1), False),
     ],
     ids=str,
 )

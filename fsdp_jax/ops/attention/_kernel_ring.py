@@ -25,7 +25,7 @@ _LOWEST = -1e30
 class AttentionKernel(Protocol):
     """A fused kernel, hashable, such as `bridge.models.FlashKernel`.
 
-    `scores` has the fields of `Scores`, `places` those of `Places`.
+    `scores` has the fields of `Scores`, `mask` those of `Mask`.
     """
 
     def forward(
@@ -34,7 +34,7 @@ class AttentionKernel(Protocol):
         key: Float[Array, "batch keys kv_heads head_dim"],
         value: Float[Array, "batch keys kv_heads v_head_dim"],
         scores: Any,
-        places: Any,
+        mask: Any,
         window: Any = None,
     ) -> tuple[
         Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
@@ -55,7 +55,7 @@ class AttentionKernel(Protocol):
         log_sum: Float[Array, "batch heads seq"],
         grad: Float[Array, "batch seq heads v_head_dim"],
         scores: Any,
-        places: Any,
+        mask: Any,
         window: Any = None,
     ) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values.
@@ -66,7 +66,7 @@ class AttentionKernel(Protocol):
         ...
 
 
-# `Scores`, `Tokens` and `Places` have the fields of those of `bridge.models`, whose
+# `Scores`, `Tokens` and `Mask` have the fields of those of `bridge.models`, whose
 # kernels read them: the two packages may not import each other.
 
 
@@ -86,8 +86,8 @@ class Tokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Places of queries and keys; not causal if all keys are before all queries."""
+class Mask:
+    """Which keys queries see; not causal if all keys are before all queries."""
 
     queries: Tokens
     keys: Tokens
@@ -131,7 +131,7 @@ class KernelRing(Ring):
     scores: Scores
 
     def tokens(self, keys: KeyValues, step: Int[Array, ""] | int) -> Tokens:
-        """Returns the places of keys that were sent `step` times."""
+        """Returns positions and segments of keys that were sent `step` times."""
         batch, seq = keys.key.shape[:2]
         row = jnp.arange(seq, dtype=jnp.int32)
         if self.ranks > 1:
@@ -199,15 +199,15 @@ def _forward(
 
     def visit(state, keys: KeyValues, step):
         if step is None:
-            return _attend(ring, query, keys, Places(own, own, True), window)
+            return _attend(ring, query, keys, Mask(own, own, True), window)
 
         def earlier_source() -> tuple[Array, Array]:
             first, at = _half(keys, 0), _half(ring.tokens(keys, step), 0)
-            return _attend(ring, query, first, Places(own, at, False), window)
+            return _attend(ring, query, first, Mask(own, at, False), window)
 
         def later_source() -> tuple[Array, Array]:
-            places = Places(_half(own, 1), ring.tokens(keys, step), False)
-            out, log_sum = _attend(ring, _half(query, 1), keys, places, window)
+            mask = Mask(_half(own, 1), ring.tokens(keys, step), False)
+            out, log_sum = _attend(ring, _half(query, 1), keys, mask, window)
             # The first chunk of queries sees none of these keys: output 0, log-sum-exp
             # of no scores, so that `_merge` leaves its state as it is.
             unseen = jnp.full_like(log_sum, _LOWEST)
@@ -232,16 +232,16 @@ def _backward(ring: KernelRing, saved, grad: Array):
 
     def visit(grads, keys: KeyValues, step):
         if step is None:
-            return _grads(ring, side, keys, Places(own, own, True), window)
+            return _grads(ring, side, keys, Mask(own, own, True), window)
 
         def earlier_source() -> tuple[Array, ...]:
             first, at = _half(keys, 0), _half(ring.tokens(keys, step), 0)
-            found = _grads(ring, side, first, Places(own, at, False), window)
+            found = _grads(ring, side, first, Mask(own, at, False), window)
             return found[0], _before_zeros(found[1]), _before_zeros(found[2])
 
         def later_source() -> tuple[Array, ...]:
-            places = Places(_half(own, 1), ring.tokens(keys, step), False)
-            found = _grads(ring, side.second_half(), keys, places, window)
+            mask = Mask(_half(own, 1), ring.tokens(keys, step), False)
+            found = _grads(ring, side.second_half(), keys, mask, window)
             return _after_zeros(found[0]), found[1], found[2]
 
         of_query, of_key, of_value = lax.cond(
@@ -266,12 +266,12 @@ def _backward(ring: KernelRing, saved, grad: Array):
 _ring.defvjp(_forward, _backward)
 
 
-def _attend(ring: KernelRing, query: Array, keys: KeyValues, places: Places, window):
-    out, log_sum = ring.kernel.forward(query, *keys[:2], ring.scores, places, window)
+def _attend(ring: KernelRing, query: Array, keys: KeyValues, mask: Mask, window):
+    out, log_sum = ring.kernel.forward(query, *keys[:2], ring.scores, mask, window)
     return out.astype(jnp.float32), log_sum
 
 
-def _grads(ring: KernelRing, side: QuerySide, keys: KeyValues, places: Places, window):
+def _grads(ring: KernelRing, side: QuerySide, keys: KeyValues, mask: Mask, window):
     found = ring.kernel.backward(
         side.query,
         keys.key,
@@ -280,7 +280,7 @@ def _grads(ring: KernelRing, side: QuerySide, keys: KeyValues, places: Places, w
         side.log_sum,
         side.grad,
         ring.scores,
-        places,
+        mask,
         window,
     )
     return tuple(x.astype(jnp.float32) for x in found)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fsdp_jax.ops._tensor_parallel import ranks_to_split
+from fsdp_jax.ops.attention._heads import check_heads, repeat_heads
 
 Attention = Callable[..., Array]
 
@@ -57,7 +56,7 @@ def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
         ranks = ranks_to_split(axis)
         if ranks == 1:
             return attention(query, key, value, **static, **by_rank)
-        _check(query.shape[2], ranks, axis)
+        check_heads(query.shape[2], ranks, axis)
         key, value = (_repeated(heads, ranks) for heads in (key, value))
         by_rank = {name: x for name, x in by_rank.items() if x is not None}
         heads = PartitionSpec(None, None, axis)
@@ -82,18 +81,9 @@ def split_heads(attention: Attention, *, axis: str = "tp") -> Attention:
 
 def _repeated(heads: Array, ranks: int) -> Array:
     """Repeats each head as often as needed for the ranks to divide them."""
-    number = heads.shape[2]
-    if number % ranks == 0:
+    if heads.shape[2] % ranks == 0:
         return heads
     # Replicated, as their projections are: XLA would place them on some of the ranks
     # only, and send them to all others.
     heads = lax.with_sharding_constraint(heads, PartitionSpec(None, None, None))
-    return jnp.repeat(heads, math.lcm(number, ranks) // number, axis=2)
-
-
-def _check(heads: int, ranks: int, axis: str) -> None:
-    if heads % ranks:
-        raise ValueError(
-            f"Attention of {heads} heads does not divide over {ranks} ranks of "
-            f"'{axis}'. Use fewer ranks, a divisor of {heads}."
-        )
+    return repeat_heads(heads, ranks)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fsdp_jax._scopes import ULYSSES_ATTENTION
+from fsdp_jax.ops.attention._heads import check_heads, repeat_heads
 from fsdp_jax.ops.attention._zigzag import (
     check_chunks,
     inverse_zigzag,
@@ -62,9 +61,9 @@ def ulysses_attention(attention: Attention, *, axis: str = "cp") -> Attention:
                 query, key, value, segment_ids=segment_ids, sinks=sinks, **how
             )
         check_chunks({"attention": query.shape[1] * ranks}, ranks)
-        _check(query.shape[2], ranks, axis)
+        check_heads(query.shape[2], ranks, axis, "ring_attention, or ")
         with jax.named_scope(ULYSSES_ATTENTION):
-            heads = (query, _repeated(key, ranks), _repeated(value, ranks))
+            heads = (query, *(repeat_heads(x, ranks) for x in (key, value)))
             query, key, value = (_to_rows(x, ranks, axis) for x in heads)
             if segment_ids is not None:
                 segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
@@ -87,17 +86,3 @@ def _to_rows(heads: Array, ranks: int, axis: str) -> Array:
     """Returns this rank's heads of all tokens, in the order of the text."""
     rows = lax.all_to_all(heads, axis, split_axis=2, concat_axis=1, tiled=True)
     return inverse_zigzag(rows, ranks)
-
-
-def _repeated(heads: Array, ranks: int) -> Array:
-    """Repeats each head as often as needed for the ranks to divide them."""
-    number = heads.shape[2]
-    return jnp.repeat(heads, math.lcm(number, ranks) // number, axis=2)
-
-
-def _check(heads: int, ranks: int, axis: str) -> None:
-    if heads % ranks:
-        raise ValueError(
-            f"Attention of {heads} heads does not divide over {ranks} ranks of "
-            f"'{axis}'. Use ring_attention, or fewer ranks, a divisor of {heads}."
-        )

@@ -1,4 +1,4 @@
-"""Places of tokens, and the blocks of keys that a block of queries sees."""
+"""Which keys a query sees, token by token and block by block."""
 
 import dataclasses
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Scores:
 
 
 class Tokens(NamedTuple):
-    """Places of tokens, which decide what queries see.
+    """Positions and segments of tokens, which decide what queries see.
 
     Attributes:
       positions: Position of each token in its row.
@@ -36,12 +36,12 @@ class Tokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Places of the queries and keys of one call of a kernel.
+class Mask:
+    """Which keys the queries of one call of a kernel see.
 
     Attributes:
-      queries: Places of the queries, which see keys up to their own position.
-      keys: Places of the keys.
+      queries: Queries, which see keys up to their own position.
+      keys: Keys.
       causal: Whether both are the same tokens in order; else every key is before every
         query. It says no more than the positions, to kernels that do not read these.
     """
@@ -81,8 +81,8 @@ def block_ranges(
     tokens may be seen: too many blocks can be visited, too few cannot.
 
     Args:
-      queries: Places of queries, padded to whole blocks.
-      keys: Places of keys, padded to whole blocks.
+      queries: Queries, padded to whole blocks.
+      keys: Keys, padded to whole blocks.
       window: Tokens that a query sees, including its own; None for all before it.
       query_block: Queries per block.
       key_block: Keys per block.
