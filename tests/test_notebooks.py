@@ -20,6 +20,7 @@ NEEDS = {
     "3_from_hugging_face_and_back": pytest.mark.torch,
     "5_planning_a_70b_run": pytest.mark.plan,
     "8_fine_tune_on_chats": pytest.mark.torch,  # Transformers renders its template.
+    "9_the_fastest_plan": pytest.mark.plan,
 }
 NOTEBOOKS = [
     pytest.param(path, marks=NEEDS.get(path.stem, ()), id=path.stem)
@@ -59,9 +60,9 @@ def executed(stored, manager, tmp_path_factory) -> nbformat.NotebookNode:
     return ran
 
 
-def test_there_are_eight_in_order():
+def test_there_are_nine_in_order():
     numbers = [path.name.partition("_")[0] for path in sorted(FOLDER.glob("*.ipynb"))]
-    assert numbers == list("12345678")
+    assert numbers == list("123456789")
 
 
 def test_nothing_is_written_to_stderr(executed):

@@ -265,3 +265,15 @@ def test_object_stores_take_what_is_said():
         )
         assert row in said(MEASURED), row
     assert not found["forced"]  # An idle machine.
+
+
+def test_the_page_on_elastic_jobs_says_what_the_kills_did():
+    found = read("elastic")
+    text = said("docs/pages/how-to/elastic.md")
+    assert f"killed {found['killed']} processes" in text
+    assert found["steps_lost"] == 0 and "No saved step was lost" in text
+    # Of 1.15e-7 "at most 1.2e-7" is said.
+    assert 1.1e-7 < found["largest_difference"] <= 1.2e-7
+    assert "by at most 1.2e-7" in text
+    seconds = f"{found['median_seconds']:.1f} s later in the median"
+    assert f"{seconds} and {found['most_seconds']:.1f} s at most" in text
