@@ -271,6 +271,7 @@ def test_the_page_on_elastic_jobs_says_what_the_kills_did():
     found = read("elastic")
     text = said("docs/pages/how-to/elastic.md")
     assert f"killed {found['killed']} processes" in text
+    assert f"of {found['killed']} kills" in said("README.md")
     assert found["steps_lost"] == 0 and "No saved step was lost" in text
     # Of 1.15e-7 "at most 1.2e-7" is said.
     assert 1.1e-7 < found["largest_difference"] <= 1.2e-7
