@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from typing import IO
 
 from rich.console import Console
+
+
+def open_closed() -> None:
+    """Opens stdout and stderr to nowhere where they are closed, as by `>&-`.
+
+    Python has None for a closed stream; printing to a stderr of None prints to stdout.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
 def discard(stream: IO[str]) -> None:

@@ -20,7 +20,7 @@ import tyro
 import fsdp_jax
 from fsdp_jax._compat import TYRO_OPTIONS
 from fsdp_jax._local_path import check_local
-from fsdp_jax._streams import discard
+from fsdp_jax._streams import discard, open_closed
 from fsdp_jax.checkpoint import NotSavedError
 from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.cli._errors import CheckFailed, ChildFailed
@@ -100,25 +100,35 @@ def main(argv: Sequence[str] | None = None) -> int:
       problem; 2 for what the user can fix; 130 if interrupted; 141 if the reader of
       stdout has gone; for `launch`, the status of the program.
     """
+    open_closed()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words == ["--version"]:
-        print(f"fsdp-jax {fsdp_jax.__version__}")
-        return 0
     try:
         try:
-            try:
-                command = parse(words)
-            except (ValueError, OSError) as error:  # in the file of a run
-                return _report(error, status=2)
-            if isinstance(command, Completion):
-                return _print_completion(command.shell)
-            return _run(command)
+            return _answer(words)
         finally:
             # Python flushes at its end too, where a closed pipe would be a traceback.
             sys.stdout.flush()
     except BrokenPipeError:
         discard(sys.stdout)
         return _CLOSED_PIPE
+    except OSError as error:  # stdout cannot be written: its disk is full
+        discard(sys.stdout)
+        return _report(error, status=2)
+
+
+def _answer(words: Sequence[str]) -> int:
+    if words == ["--version"]:
+        print(f"fsdp-jax {fsdp_jax.__version__}")
+        return 0
+    try:
+        command = parse(words)
+    except BrokenPipeError:  # of the help
+        raise
+    except (ValueError, OSError) as error:  # in the file of a run
+        return _report(error, status=2)
+    if isinstance(command, Completion):
+        return _print_completion(command.shell)
+    return _run(command)
 
 
 def parse(words: Sequence[str]) -> Any:

@@ -88,6 +88,30 @@ def test_a_command_whose_reader_has_gone_ends_quietly(llama, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("argv", [["train", "--help"], ["--version"]])
+def test_help_and_version_whose_reader_has_gone_end_quietly(argv, capfd):
+    with closed_stdout():
+        assert main(argv) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_an_output_on_a_full_disk_is_an_error_of_one_line(capfd):
+    with open("/dev/full", "w") as file, contextlib.redirect_stdout(file):
+        assert main(["--version"]) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("fsdp-jax: error: ") and "No space left" in said
+
+
+def test_closed_streams_are_opened_to_nowhere(llama, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["inspect", str(llama)]) == 0
+    for stream in (sys.stdout, sys.stderr):
+        assert stream is not None and stream.name == os.devnull
+        stream.close()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_run_whose_reader_has_gone_goes_on(llama, text, tmp_path, fake_step, capfd):
     fake_step(3, 2)
     argv = ["train", "--hf", str(llama), "--data", str(text), "--steps", "2"]
