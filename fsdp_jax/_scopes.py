@@ -48,13 +48,17 @@ ULYSSES_ATTENTION = "ulysses_attention"
 ALL_GATHER_RECURRENCE = "all_gather_recurrence"
 """Scope of the collectives of mixers with a state."""
 
-ATTENTIONS = (
+SHIFT_TOKENS = "shift_tokens"
+"""Scope of the collectives of a shift of rows."""
+
+CONTEXT_PARALLEL = (
     RING_ATTENTION,
     ALL_GATHER_ATTENTION,
     ULYSSES_ATTENTION,
     ALL_GATHER_RECURRENCE,
+    SHIFT_TOKENS,
 )
-"""Scopes of the collectives of context-parallel attention and recurrences."""
+"""Scopes of the collectives of tokens over `cp`: attention, recurrences, shifts."""
 
 FLASH_FORWARD = "flash_attention_forward"
 """Kernel of `bridge.models`, which cannot import this: forward pass of attention."""

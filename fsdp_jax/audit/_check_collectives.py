@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from fsdp_jax._scopes import ATTENTIONS, OPTIMIZER, is_in
+from fsdp_jax._scopes import CONTEXT_PARALLEL, OPTIMIZER, is_in
 from fsdp_jax.audit._diagnosis import diagnose
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import (
@@ -139,8 +139,10 @@ def is_dispatch(plan: Plan, one: CommunicatedArray) -> bool:
 
 
 def is_context(one: CommunicatedArray) -> bool:
-    """Returns whether `one` holds keys or values of an attention over `cp`."""
-    return one.axes == ("cp",) and any(is_in(one.scope, name) for name in ATTENTIONS)
+    """Returns whether `one` holds tokens over `cp`: keys, values, borders of chunks."""
+    return one.axes == ("cp",) and any(
+        is_in(one.scope, name) for name in CONTEXT_PARALLEL
+    )
 
 
 def _is_small(plan: Plan, one: CommunicatedArray) -> bool:

@@ -15,6 +15,7 @@ from fsdp_jax.ops.attention._recurrence import (
     all_gather_recurrence as all_gather_recurrence,
 )
 from fsdp_jax.ops.attention._ring import ring_attention as ring_attention
+from fsdp_jax.ops.attention._shift import shift_tokens as shift_tokens
 from fsdp_jax.ops.attention._split_heads import split_heads as split_heads
 from fsdp_jax.ops.attention._ulysses import ulysses_attention as ulysses_attention
 from fsdp_jax.ops.attention._zigzag import inverse_zigzag as inverse_zigzag

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_jax._report import Grid, format_bytes
-from fsdp_jax._scopes import ATTENTIONS, is_in, is_transposed
+from fsdp_jax._scopes import CONTEXT_PARALLEL, is_in, is_transposed
 from fsdp_jax.hlo._collectives import Collective, axes_of
 from fsdp_jax.planner._interconnect import communicated_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
@@ -79,10 +79,10 @@ def _unit(collective: Collective, plan: Plan) -> str:
     """Returns the path of the unit; all that match if XLA merged several.
 
     Collectives over tp alone are tokens, or gradients of weights replicated over tp;
-    attention over cp sends keys and values. Neither has a unit.
+    attention over cp sends keys and values, and a shift tokens. None has a unit.
     """
     axes = axes_of(collective.groups, plan.mesh)
-    is_context = any(is_in(collective.op_name, name) for name in ATTENTIONS)
+    is_context = any(is_in(collective.op_name, name) for name in CONTEXT_PARALLEL)
     if axes == ("tp",) or (axes == ("cp",) and is_context):
         return "-"
     unsharded = {

@@ -76,16 +76,19 @@ def zigzag_positions(
     Raises:
       ValueError: If a rank's part does not divide into two chunks.
     """
-    ranks = ranks_along(axis)
-    length = tokens.shape[1]
-    if ranks == 1:
-        row = jnp.arange(length, dtype=jnp.int32)
-    else:
-        check_chunks({"tokens": length * ranks}, ranks)
-        within = jnp.arange(length // 2, dtype=jnp.int32)
-        chunks = chunks_of(lax.axis_index(axis), ranks)
-        row = (chunks[:, None] * (length // 2) + within[None, :]).ravel()
+    row = positions_of_rank(tokens.shape[1], axis)
     return jnp.broadcast_to(row[None, :], tokens.shape)
+
+
+def positions_of_rank(length: int, axis: str) -> Int[Array, " seq"]:
+    """Returns the positions in a row of this rank's `length` tokens."""
+    ranks = ranks_along(axis)
+    if ranks == 1:
+        return jnp.arange(length, dtype=jnp.int32)
+    check_chunks({"tokens": length * ranks}, ranks)
+    within = jnp.arange(length // 2, dtype=jnp.int32)
+    chunks = chunks_of(lax.axis_index(axis), ranks)
+    return (chunks[:, None] * (length // 2) + within[None, :]).ravel()
 
 
 def ranks_along(axis: str) -> int:
