@@ -62,8 +62,8 @@ def audit_step(
     than `prefetch + 1`. Those that one iteration of a loop runs, also by `unroll`,
     count as one, and those of a loop that XLA has inlined are not counted.
 
-    Not checked: activations over `tp`, tokens dispatched to experts over `ep`, keys and
-    values that the attentions of `fsdp_jax.ops` send over `cp`, collectives of the
+    Not checked: activations over `tp`, tokens dispatched to experts over `ep`, keys,
+    values and borders of rows that `fsdp_jax.ops` sends over `cp`, collectives of the
     optimizer, all-reduces of scalars and other small arrays, and the number of gathers
     of a unit, since a unit may be used more than once. In a program compiled for CPUs
     also not checked: dtypes, since XLA:CPU widens bfloat16, and weights kept by units

@@ -105,7 +105,7 @@ def test_what_is_communicated_are_borders():
         in_specs=split,
         out_specs=split,
     )
-    text = jax.jit(fn).lower(elements(np.int32)).compile().as_text()
+    text = str(jax.jit(fn).lower(elements(np.int32)).compile().as_text())
     borders = BATCH * 2 * RANKS * 2  # Two tokens of each of the two chunks of a rank.
     found = {(one.op, one.size) for one in collectives(text)}
     assert found == {("all-gather", borders)}
@@ -163,11 +163,15 @@ def rows():
     return {"tokens": tokens, "segments": np.tile(DOCUMENTS, (ROWS // BATCH, 1))}
 
 
-def trained(loss=mtp_loss, **mesh):
-    """Parameters after three steps and the last loss."""
+def step_of(loss, **mesh):
     config = fsdp.FSDPConfig(context_parallel={"*": 1})
     plan = fsdp.fully_shard(make_weights, fsdp.make_mesh(**mesh), config=config)
-    step = fsdp.make_train_step(plan, loss, TX, calculate_per_token_loss=True)
+    return plan, fsdp.make_train_step(plan, loss, TX, calculate_per_token_loss=True)
+
+
+def trained(loss=mtp_loss, **mesh):
+    """Parameters after three steps and the last loss."""
+    plan, step = step_of(loss, **mesh)
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     metrics = {}
     for _ in range(3):
@@ -185,6 +189,11 @@ def test_steps_of_multi_token_prediction_over_cp_are_those_of_one_device(one_dev
     want, want_loss = one_device
     assert worst(got, want) < 1e-5
     assert abs(loss - want_loss) < 1e-5
+
+
+def test_the_audit_of_a_step_lets_borders_pass():
+    plan, step = step_of(mtp_loss, cp=4)
+    fsdp.audit_step(plan, step.lower(fsdp.abstract_state(plan, TX), rows()))
 
 
 def test_steps_that_shift_each_rank_by_itself_are_not(one_device):
