@@ -153,3 +153,59 @@ def test_what_is_no_matrix_is_refused_with_all_its_names(plan):
     says = str(error.value)
     assert "'layers.bias' (3, 64) is no matrix" in says
     assert "'nothing' matches nothing that is trained" in says
+
+
+# Muon as its author defines it, in numpy.
+
+
+def orthogonalised(matrix):
+    """Five Newton-Schulz iterations with the published coefficients."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def reference_steps(lr, momentum):
+    """Weights of `MATRICES` after three steps; all other weights stay."""
+    weights = jax.tree.map(np.asarray, make_weights(jax.random.key(0)))
+    layers, buffers = weights["layers"], {}
+    for _ in range(3):
+        grads = jax.grad(loss_fn)(weights, batch())["layers"]
+        for name in (path.rpartition(".")[2] for path in MATRICES):
+            grad = np.asarray(grads[name])
+            buffers[name] = momentum * buffers.get(name, 0.0) + grad
+            nesterov = grad + momentum * buffers[name]
+            updates = np.stack([orthogonalised(one) for one in nesterov])
+            rows, cols = grad.shape[1:]
+            scale = max(1.0, cols / rows) ** 0.5  # Outputs per input, [in, out] here.
+            layers[name] = layers[name] - lr * scale * updates
+    return weights
+
+
+def test_three_steps_are_those_of_muon_as_published():
+    # `optax.contrib.muon` corrects the bias of its Nesterov momentum, as Nadam does;
+    # the published one has plain Nesterov momentum, which is `optax.trace`.
+    published = optax.chain(
+        optax.trace(0.95, nesterov=True),
+        optax.contrib.muon(
+            1e-2,
+            beta=0.0,
+            nesterov=False,
+            muon_weight_dimension_numbers=lambda tree: jax.tree.map(
+                lambda leaf: STACKED, tree
+            ),
+        ),
+    )
+    with jax.enable_x64(True):
+        want = reference_steps(1e-2, 0.95)
+        distances = []
+        for tx in (published, muon()):
+            plan = plan_of(fsdp.make_mesh())
+            frozen = optax.set_to_zero()
+            got = trained(plan, fsdp.optim.layer_wise(plan, tx, frozen, MATRICES))
+            params = host(fsdp.unshard(got.params))
+            distances.append(worst(params, want, without=("bias",)))
+    assert distances[0] < 1e-6 < 1e-4 < distances[1], distances
