@@ -1,16 +1,17 @@
-"""Imports jax without the lines about CUDA drivers, in the command line.
+"""Loads jax and its plugin without the lines about CUDA drivers, in the command line.
 
 jaxlib's libraries for CUDA write two lines each to the file descriptor of stderr while
-they are loaded, if there is no driver. On a machine without GPUs they say nothing, and
-come before the output of every command. A library has no business with the descriptors
-of its process, so this is done where the process is the command line's, and otherwise
-not.
+they are loaded, if there is no driver: some with jax, the plugin's with the backend. On
+a machine without GPUs they say nothing, and come before the output of every command. A
+library has no business with the descriptors of its process, so this is done where the
+process is the command line's, and otherwise not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 DRIVER = "libcuda.so.1"
+_PLUGINS = ("xla_cuda12", "xla_cuda13")
 _MODULES = ("fsdp_jax", "fsdp_jax.cli")
 _LINES = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written "
@@ -83,6 +85,22 @@ def import_jax() -> None:
         return
     with without_driver_lines():
         importlib.import_module("jax")
+
+
+def load_plugin() -> None:
+    """Loads the library of jax's CUDA plugin; like `import_jax`, where that is quiet.
+
+    With `JAX_PLATFORMS=cpu` jax loads it when the first backend starts, which is
+    somewhere in a command. A library that is there already says nothing more.
+    """
+    if not is_command_line() or has_driver():
+        return
+    with without_driver_lines():
+        for name in _PLUGINS:
+            if found := importlib.util.find_spec(f"jax_plugins.{name}"):
+                for folder in found.submodule_search_locations or ():
+                    with contextlib.suppress(OSError):  # jax says what is wrong with it
+                        ctypes.CDLL(str(Path(folder) / "xla_cuda_plugin.so"))
 
 
 import_jax()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from fsdp_jax._compat import XLA_BRIDGE_LOGGER
-from fsdp_jax._quiet_import import DRIVER, has_driver
+from fsdp_jax._quiet_import import DRIVER, has_driver, load_plugin
 
 _DRIVER = DRIVER
 
@@ -27,6 +27,7 @@ _COMPLAINT = _PluginComplaint()
 
 
 def be_silent_without_driver() -> None:
-    """Hides the error of jax's CUDA plugin if no driver is installed."""
+    """Hides what jax's CUDA plugin says if no driver is installed."""
     if not has_driver(_DRIVER):
         logging.getLogger(XLA_BRIDGE_LOGGER).addFilter(_COMPLAINT)
+        load_plugin()

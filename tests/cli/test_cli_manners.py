@@ -41,6 +41,21 @@ def test_a_command_says_nothing_of_cuda_that_is_not_there():
     assert (done.stdout, done.stderr) == (f"fsdp-jax {fsdp.__version__}\n", "")
 
 
+def test_nor_does_one_that_starts_the_backend_of_cpus(tmp_path):
+    # jax loads its plugin then, and the plugin says it again.
+    main(["make-tiny-llama", str(tmp_path / "tiny")])
+    (tmp_path / "text").write_text("any text " * 20)
+    options = ["--data", str(tmp_path / "text"), "--seq", "8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_jax", "eval", str(tmp_path / "tiny"), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "cuda" not in done.stderr
+
+
 def test_only_the_known_lines_are_dropped(capfd):
     other = b"E0000 another library complains\n"
     with _quiet_import.without_driver_lines():
