@@ -47,7 +47,8 @@ def has_driver(name: str = DRIVER) -> bool:
 def is_command_line() -> bool:
     """Returns whether this process is `fsdp-jax` or `python -m fsdp_jax`."""
     program = sys.argv[0] if sys.argv else ""
-    if program != "-m":  # What argv[0] is while Python looks for the module.
+    # With `-m`, argv[0] is that while Python looks for the module, and then its file.
+    if program != "-m" and Path(program).name != "__main__.py":
         return Path(program).name == "fsdp-jax"
     words = sys.orig_argv
     return words[words.index("-m") + 1] in _MODULES if "-m" in words else False

@@ -76,6 +76,8 @@ def test_what_was_said_before_an_error_is_not_lost(capfd):
         (["/usr/bin/fsdp-jax", "plan"], ["python", "/usr/bin/fsdp-jax", "plan"], True),
         (["-m", "plan"], ["python", "-P", "-m", "fsdp_jax", "plan"], True),
         (["-m", "plan"], ["python", "-m", "fsdp_jax.cli", "plan"], True),
+        (["x/__main__.py", "plan"], ["python", "-m", "fsdp_jax", "plan"], True),
+        (["x/__main__.py"], ["python", "-m", "train_mine"], False),
         (["-m"], ["python", "-m", "train_mine"], False),
         (["train.py"], ["python", "train.py"], False),
     ],
