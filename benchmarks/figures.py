@@ -109,6 +109,7 @@ FIGURES = (
     Figure("resharding", ("resharding.py --out OUT",)),
     Figure("elastic", ("elastic.py --kills 50 --out OUT",), whole=("killed", 50)),
     Figure("replay", ("replay.py --flips 1000 --out OUT",), whole=("next", 1000)),
+    Figure("replay_cost", ("replay.py --cost --out OUT",)),
     Figure("torture", ("torture.py --rounds 1000 --kills 250 --out OUT",)),
     Figure("coordinator_fuzz", ("coordinator_fuzz.py --out OUT",)),
     Figure(

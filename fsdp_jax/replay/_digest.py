@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,10 +28,12 @@ from fsdp_jax._tree import PyTree, named_leaves
 from fsdp_jax.checkpoint._leaf_names import Leaf, flatten, is_key
 from fsdp_jax.sharding._ambient_mesh import own_mesh
 from fsdp_jax.sharding._chunks import chunks
+from fsdp_jax.sharding._offload import HOST
 from fsdp_jax.training._cpu_sync import settle
 
 _SEEDS = (0x243F6A88, 0x85A308D3)  # First 64 bits of pi: two independent seeds.
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio; odd, so index * _GOLDEN is a bijection.
+_PARTS = 8  # In which the terms of a sum are folded.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +144,10 @@ def _digests(arrays: Mapping[str, tuple[Any, tuple[int, ...]]]) -> DeviceDigests
     mesh = next(iter(values.values())).sharding.mesh
     specs = tuple(array.sharding.spec for array in values.values())
     shapes = tuple(shape for _, shape in arrays.values())
+    on_host = tuple(array.sharding.memory_kind == HOST for array in values.values())
     with own_mesh(mesh):
-        found = settle(mesh, _program(mesh, specs, shapes)(*values.values()))
+        program = _program(mesh, specs, shapes, on_host)
+        found = settle(mesh, program(*values.values()))
     return DeviceDigests(
         tuple(values), tuple(mesh.devices.flat), np.asarray(found, np.uint32)
     )
@@ -158,7 +163,10 @@ def _sum_of_parts(leaf: Leaf, found: DeviceDigests, column: int) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _program(
-    mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: tuple[tuple[int, ...], ...]
+    mesh: Mesh,
+    specs: tuple[PartitionSpec, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    on_host: tuple[bool, ...],
 ) -> Any:
     """Compiles the digests of all leaves, a row of `uint32[leaves, 2]` a device."""
 
@@ -178,8 +186,13 @@ def _program(
     )
 
     def digests(*arrays):
-        # State in host memory is read from there.
-        return mapped(*(jax.device_put(x, jax.memory.Space.Device) for x in arrays))
+        # Only state in host memory is sent: XLA would copy what is on the device too.
+        return mapped(
+            *(
+                jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
+                for x, is_on_host in zip(arrays, on_host, strict=True)
+            )
+        )
 
     return jax.jit(digests, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -211,8 +224,25 @@ def _digest(
         for number, word in enumerate(_words(shard)):
             place = index * jnp.uint32(_GOLDEN) + jnp.uint32((seed + number) % 2**32)
             terms = terms + _hash(word ^ _hash(place))
-        sums.append(jnp.sum(jnp.where(inside, terms, 0), dtype=jnp.uint32))
+        sums.append(_sum(jnp.where(inside, terms, 0)))
     return jnp.stack(sums)
+
+
+def _sum(terms: UInt32[Array, ...]) -> UInt32[Array, ""]:
+    """Adds terms modulo 2^32, in any order.
+
+    XLA for CPUs vectorizes additions of arrays, but no reduction of integers, so parts
+    of the longest dim are added first.
+    """
+    dim = int(np.argmax(terms.shape)) if terms.ndim else 0
+    size = terms.shape[dim] // _PARTS if terms.ndim else 0
+    if not size:
+        return jnp.sum(terms, dtype=jnp.uint32)
+    starts = range(0, _PARTS * size, size)
+    parts = [lax.slice_in_dim(terms, i, i + size, axis=dim) for i in starts]
+    rest = lax.slice_in_dim(terms, _PARTS * size, terms.shape[dim], axis=dim)
+    folded = functools.reduce(operator.add, parts)
+    return jnp.sum(folded, dtype=jnp.uint32) + jnp.sum(rest, dtype=jnp.uint32)
 
 
 def _words(x: Array) -> list[Array]:
