@@ -278,3 +278,13 @@ def test_the_page_on_elastic_jobs_says_what_the_kills_did():
     assert "by at most 1.2e-7" in text
     seconds = f"{found['median_seconds']:.1f} s later in the median"
     assert f"{seconds} and {found['most_seconds']:.1f} s at most" in text
+
+
+def test_the_page_on_corruption_says_what_a_replay_costs():
+    found = read("replay_cost")
+    assert found["every"] == 100 and found["model"]["rows"] == 8 * 2048
+    assert abs(found["of_step"]["watching"]) < 0.02
+    text = said("docs/pages/how-to/silent-corruption.md")
+    assert (
+        f"in 100 takes {found['of_step']['replaying']:.1%}".replace("%", " %") in text
+    )
