@@ -17,7 +17,7 @@ from helpers.errors import facts
 
 import fsdp_jax
 from fsdp_jax.cli import main
-from fsdp_jax.launch import Generation
+from fsdp_jax.launch import Generation, generation
 
 EXAMPLES = Path(fsdp_jax.__file__).parent / "launch" / "examples"
 
@@ -195,8 +195,12 @@ SCHEMAS = {
 }
 
 
-def test_the_jobset_is_one_indexed_job_whose_pods_may_ask_for_each_other(capsys):
-    documents = list(yaml.safe_load_all((EXAMPLES / "jobset.yaml").read_text()))
+@pytest.mark.parametrize("name, replicas", [("", 2), ("_elastic", 1), ("_elastic", 3)])
+def test_the_jobset_is_one_indexed_job_whose_pods_may_ask_for_each_other(
+    name, replicas, capsys
+):
+    text = (EXAMPLES / f"jobset{name}.yaml").read_text()
+    documents = list(yaml.safe_load_all(text.replace("${REPLICAS}", str(replicas))))
     kinds = {document["kind"]: document for document in documents}
     assert kinds.keys() == SCHEMAS.keys()
     for kind, document in kinds.items():
@@ -206,7 +210,7 @@ def test_the_jobset_is_one_indexed_job_whose_pods_may_ask_for_each_other(capsys)
     assert jobs["resources"] == ["jobs"]
     (job,) = kinds["JobSet"]["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
-    assert spec["parallelism"] == spec["completions"]
+    assert spec["parallelism"] == spec["completions"] == replicas
     pod = spec["template"]["spec"]
     account = kinds["ServiceAccount"]["metadata"]["name"]
     assert pod["serviceAccountName"] == account
@@ -216,7 +220,36 @@ def test_the_jobset_is_one_indexed_job_whose_pods_may_ask_for_each_other(capsys)
     assert "/data/text" in capsys.readouterr().err
 
 
-def test_ray_trains_worker_runs_the_command(monkeypatch, capsys):
+def test_the_elastic_jobset_gives_each_pod_its_generation():
+    text = (EXAMPLES / "jobset_elastic.yaml").read_text().replace("${REPLICAS}", "3")
+    (jobset,) = (d for d in yaml.safe_load_all(text) if d["kind"] == "JobSet")
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    given = {one["name"]: one for one in container["env"]}
+    attempt = given["FSDP_JAX_GENERATION"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert "restart-attempt" in attempt
+    names = ("FSDP_JAX_REPLICAS", "FSDP_JAX_MAX_REPLICAS")
+    variables = {name: given[name]["value"] for name in names}
+    found = generation({"FSDP_JAX_GENERATION": "2", **variables})
+    assert found == Generation(2, 3, 4)
+    options = dict(option[2:].split("=") for option in container["args"])
+    assert options["dp-outer"] == "4"
+    for replicas in range(1, 5):
+        of = Generation(2, replicas, 4)
+        assert of.microbatches_for(int(options["batch"]), data_ranks=8)
+
+
+@pytest.mark.parametrize(
+    "file, scaling",
+    [
+        ("ray_train.md", {"num_workers": 16}),
+        (
+            "ray_train_elastic.md",
+            {"num_workers": (1, 4), "resources_per_worker": {"GPU": 8}},
+        ),
+    ],
+)
+def test_ray_trains_worker_runs_the_command(file, scaling, monkeypatch, capsys):
     """With a stub of Ray that has the names of its documentation."""
     trainers = []
 
@@ -231,15 +264,21 @@ def test_ray_trains_worker_runs_the_command(monkeypatch, capsys):
     train = types.ModuleType("ray.train")
     for name in ("FailureConfig", "RunConfig", "ScalingConfig"):
         setattr(train, name, lambda **options: options)
+    context = types.SimpleNamespace(get_world_size=lambda: 3)
+    train.__dict__["get_context"] = lambda: context
+    # What the worker sets is of its own process, and not of this one.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     module = types.ModuleType("ray.train.v2.jax")
     module.__dict__["JaxTrainer"] = JaxTrainer
     for name in ("ray", "ray.train.v2"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "ray.train", train)
     monkeypatch.setitem(sys.modules, "ray.train.v2.jax", module)
-    text = (EXAMPLES / "ray_train.md").read_text()
+    text = (EXAMPLES / file).read_text()
     (source,) = re.findall("```python\n(.*?)```", text, re.S)
     with pytest.raises(RuntimeError, match=facts("fsdp-jax", "2")):
         exec(source, {"__name__": "__main__"})
     assert "/data/text" in capsys.readouterr().err
-    assert trainers[0][1]["scaling_config"] == {"num_workers": 16, "use_gpu": True}
+    assert trainers[0][1]["scaling_config"] == {**scaling, "use_gpu": True}
+    if "elastic" in file:
+        assert generation() == Generation(0, 3, 4)
