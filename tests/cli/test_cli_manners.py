@@ -41,6 +41,7 @@ def test_a_command_says_nothing_of_cuda_that_is_not_there():
     assert (done.stdout, done.stderr) == (f"fsdp-jax {fsdp.__version__}\n", "")
 
 
+@pytest.mark.torch  # make-tiny-llama writes with it.
 def test_nor_does_one_that_starts_the_backend_of_cpus(tmp_path):
     # jax loads its plugin then, and the plugin says it again.
     main(["make-tiny-llama", str(tmp_path / "tiny")])
