@@ -96,12 +96,14 @@ def load_plugin() -> None:
     """
     if not is_command_line() or has_driver():
         return
+    plugins = importlib.util.find_spec("jax_plugins")
+    if plugins is None:  # jax for CPUs alone is installed.
+        return
     with without_driver_lines():
-        for name in _PLUGINS:
-            if found := importlib.util.find_spec(f"jax_plugins.{name}"):
-                for folder in found.submodule_search_locations or ():
-                    with contextlib.suppress(OSError):  # jax says what is wrong with it
-                        ctypes.CDLL(str(Path(folder) / "xla_cuda_plugin.so"))
+        for folder in plugins.submodule_search_locations or ():
+            for name in _PLUGINS:
+                with contextlib.suppress(OSError):  # absent, or jax says what is wrong
+                    ctypes.CDLL(str(Path(folder, name, "xla_cuda_plugin.so")))
 
 
 import_jax()

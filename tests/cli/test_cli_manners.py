@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_nor_does_one_that_starts_the_backend_of_cpus(tmp_path):
         check=True,
     )
     assert "cuda" not in done.stderr
+
+
+def test_without_a_plugin_there_is_nothing_to_load(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fsdp-jax"])
+    monkeypatch.setattr(_quiet_import, "has_driver", lambda: False)
+
+    def found(name: str) -> None:  # As where jax for CPUs alone is installed.
+        if "." in name:
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    _quiet_import.load_plugin()
 
 
 def test_only_the_known_lines_are_dropped(capfd):
