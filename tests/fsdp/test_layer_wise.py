@@ -89,17 +89,20 @@ def trained(plan, tx):
 
 
 @pytest.mark.parametrize(
-    "mesh, config",
+    "num_devices, axes, config",
     [
-        ({}, {}),
-        ({"dp_outer": 2}, {"outer_dp_sharding_strategy": 1}),
-        ({}, {"zero_dp_strategy": 0}),
+        (8, {}, {}),
+        # Four: a reduce-scatter and an all-to-all at once wait for threads that jax
+        # 0.10's eight simulated devices do not have.
+        (4, {"dp_outer": 2}, {"outer_dp_sharding_strategy": 1}),
+        (8, {}, {"zero_dp_strategy": 0}),
     ],
     ids=["ZeRO-3", "HFSDP", "DDP"],
 )
-def test_updates_are_those_of_one_device(mesh, config):
+def test_updates_are_those_of_one_device(num_devices, axes, config):
     with jax.enable_x64(True):
-        plan = plan_of(fsdp.make_mesh(**mesh), **config)
+        mesh = fsdp.make_mesh(**axes, devices=jax.devices()[:num_devices])
+        plan = plan_of(mesh, **config)
         got = trained(plan, layer_wise_tx(plan))
         one = plan_of(fsdp.make_mesh(devices=jax.devices()[:1]))
         want = trained(one, plain_tx())
