@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import result
@@ -32,8 +32,15 @@ PACKAGES = ("jax", "flax", "optax", "equinox")
 _MOST_OF_A_PROCESS = 100  # cases, for what jax keeps of each
 _PATIENCE = 600  # seconds for a case
 
-Timed = tuple[Outcome, float]
-"""What came of a case, and its CPU-seconds."""
+_IN_TURN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+
+class Timed(NamedTuple):
+    """What came of a case, its CPU-seconds, and whether its collectives took turns."""
+
+    outcome: Outcome
+    cpu_seconds: float
+    in_turn: bool = False
 
 
 def main() -> int:
@@ -48,9 +55,10 @@ def main() -> int:
     again = [mismatch["seed"] for mismatch in found["mismatches"]]
     found |= {"mismatches": [], "differ": 0}
     seeds = [*again, *range(found["cases"], options.cases)]
-    for seed, (outcome, seconds) in _outcomes(seeds, options.jobs):
-        _add(found, seed, case_of_seed(seed), outcome)
-        found["cpu_seconds"] = round(found["cpu_seconds"] + seconds, 1)
+    for seed, timed in _outcomes(seeds, options.jobs):
+        _add(found, seed, case_of_seed(seed), timed.outcome)
+        found["in_turn"] += [seed] * timed.in_turn
+        found["cpu_seconds"] = round(found["cpu_seconds"] + timed.cpu_seconds, 1)
         result.write(options, conditions, found, show=False)
     print({name: found[name] for name in ("cases", "cpu_seconds", *KINDS)})
     return int(bool(found["mismatches"]))
@@ -68,10 +76,12 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def settle() -> None:
+def settle(*flags: str) -> None:
     """Eight simulated devices, and programs compiled as in the tests, in one part."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_parallel_codegen_split_count=1"
+    flags = (os.environ.get("XLA_FLAGS", ""), *flags)
+    os.environ["XLA_FLAGS"] = " ".join(
+        [*flags, "--xla_cpu_parallel_codegen_split_count=1"]
+    )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     compiling.enable()
@@ -81,7 +91,9 @@ def settle() -> None:
 def _outcomes(seeds: Sequence[int], jobs: int) -> Iterator[tuple[int, Timed]]:
     """Yields the outcomes of cases, in order, and their CPU-seconds.
 
-    A case that ends its process, as one that hangs does, differs.
+    A case that ends its process, as one that hangs does, is tried alone, then with one
+    collective at a time, since simulated devices may wait for threads when they run two
+    (jax 0.10); if it ends that too, it differs.
     """
     left = list(seeds)
     while left:
@@ -100,16 +112,23 @@ def _outcomes(seeds: Sequence[int], jobs: int) -> Iterator[tuple[int, Timed]]:
                 continue
         # It, or one that ran beside it, has ended the process.
         seed = left.pop(0)
-        yield seed, _ended() if jobs == 1 else next(_outcomes([seed], 1))[1]
+        yield seed, _alone(seed)
 
 
-def _ended() -> Timed:
-    return Outcome("differ", float("inf"), "it ended its process"), 0.0
+def _alone(seed: int) -> Timed:
+    for flags in ((), (_IN_TURN,)):
+        with _pool(1, *flags) as pool:
+            try:
+                timed = pool.submit(_timed, seed).result()
+                return timed._replace(in_turn=bool(flags))
+            except BrokenProcessPool:
+                continue
+    return Timed(Outcome("differ", float("inf"), "it ended its process"), 0.0)
 
 
-def _pool(jobs: int) -> ProcessPoolExecutor:
+def _pool(jobs: int, *flags: str) -> ProcessPoolExecutor:
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, spawn, initializer=settle)
+    return ProcessPoolExecutor(jobs, spawn, initializer=settle, initargs=flags)
 
 
 def _timed(seed: int) -> Timed:
@@ -119,7 +138,7 @@ def _timed(seed: int) -> Timed:
     outcome = _outcome(case_of_seed(seed))
     faulthandler.cancel_dump_traceback_later()
     jax.clear_caches()
-    return outcome, time.process_time() - started
+    return Timed(outcome, time.process_time() - started)
 
 
 def _outcome(case: Composition) -> Outcome:
@@ -139,6 +158,7 @@ def _read(options: argparse.Namespace) -> dict[str, Any]:
         "largest_error_in_float64": 0.0,
         "refusals": [],
         "mismatches": [],
+        "in_turn": [],  # cases that ended their process until collectives took turns
     }
     return result.resumed(options, empty)
 

@@ -91,7 +91,7 @@ def resumed(args: argparse.Namespace, empty: Mapping[str, Any]) -> dict[str, Any
     if not args.out.is_file():
         return dict(empty)
     found = json.loads(args.out.read_text())
-    return {name: found[name] for name in found if name not in FIELDS}
+    return {**empty, **{name: found[name] for name in found if name not in FIELDS}}
 
 
 def write(
