@@ -86,7 +86,7 @@ COLUMNS = {f"layers.{name}": -1 for name in ("q", "k", "v", "gate", "up")}
 COLUMNS |= {"embed": 0, "head": -1}
 ROWS = {"layers.o": -2, "layers.down": -2}
 PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
-SAVED = {
+REMAT_POLICIES = {
     "full": (),
     # MaxText, layers/decoders.py: remat policies by the names of projections.
     "save_qkv_proj": ("q", "k", "v"),
@@ -131,7 +131,7 @@ class Program:
       rows: Rows a GPU and microbatch.
       microbatches: Microbatches a step.
       zero: Strategy: 3 shards weights, 2 keeps them between forward and backward.
-      remat: Key of `SAVED`.
+      remat: Key of `REMAT_POLICIES`.
       float8: Scales of the layers' products in 8-bit floats: "current", of the tensors
         at hand, or "delayed", of earlier steps; "" for products in bfloat16.
       grads: Dtype in which gradients are communicated.
@@ -178,7 +178,7 @@ class Program:
 
     def _policy(self, sizes: Sizes):
         """Returns what is kept; on attention the larger of two stacks decides."""
-        policies, names = jax.checkpoint_policies, SAVED[self.remat]
+        policies, names = jax.checkpoint_policies, REMAT_POLICIES[self.remat]
         is_kept = "context" in names
         if self.remat == "blocks":
             is_kept = 2 * self.recomputed < sizes.layers

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from published_models import SAVED, Program
+from published_models import REMAT_POLICIES, Program
 
 HERE = Path(__file__).parent
 ROWS = HERE / "published_steps.csv"
@@ -52,12 +52,12 @@ def read_index() -> dict[str, dict]:
 def reason_not_built(row: Row) -> str | None:
     """Returns why a row has no program; None if it has one."""
     if _model(row) is None:
-        return f"no stand-in for {row['model']}"
+        return f"no proxy model for {row['model']}"
     if any(axis in row["parallelism"] for axis in OTHER_AXES):
-        return f"the stand-in has no {row['parallelism']}"
+        return f"the proxy model has no {row['parallelism']}"
     if "async" in row["system"]:
         return "products that overlap with TP's collectives are not in XLA's program"
-    if _remat(row) not in SAVED:
+    if _remat(row) not in REMAT_POLICIES:
         return f"what is recomputed is not stated: '{row['remat']}'"
     return None if row["mbs"] else "the source does not state the batch"
 
@@ -117,7 +117,7 @@ def _model(row: Row) -> str | None:
 
 
 def _remat(row: Row) -> str:
-    """Returns what a row keeps for backward, as the key of `SAVED` if it is one."""
+    """Returns what a row keeps for backward, if possible a key of `REMAT_POLICIES`."""
     return "blocks" if _recomputed(row) else row["remat"].removesuffix(", scan off")
 
 

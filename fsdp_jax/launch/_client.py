@@ -45,7 +45,7 @@ class Client:
           welcome: Answer of the coordinator.
         """
         self.service: int = welcome["service"]
-        self._claim = handshake
+        self._handshake = handshake
         self._coordinator = "the coordinator of the job, process 0 or its launcher,"
         self._connection = connection
         self._beat_secs = welcome["beat_secs"]
@@ -120,7 +120,7 @@ class Client:
     def _exit(self, why: str) -> NoReturn:
         sys.stdout.flush()
         own = f" (its own error then: {self._not_printed})" if self._not_printed else ""
-        line = f"fsdp_jax: {self._claim} stops: {why}{own}"
+        line = f"fsdp_jax: {self._handshake} stops: {why}{own}"
         print(line, file=sys.stderr, flush=True)
         # sys.exit would end this thread only, not a main thread that is blocked.
         os._exit(1)

@@ -35,14 +35,14 @@ from fsdp_jax.launch._timeouts import Timeouts
 
 # Time for which the coordinator of a job that does not start answers late processes.
 _LINGER_SECS = 5.0
-_LOOK_SECS = 0.1
+_POLL_SECS = 0.1
 # Time for a connection to send its handshake, and most connections that have not sent
 # one: of more, the oldest is closed, since a process sends its handshake at once.
-_CLAIM_SECS = 10.0
-_MAX_STRANGERS = 128
+_HANDSHAKE_SECS = 10.0
+_MAX_UNIDENTIFIED = 128
 # If more than this passes between two checks, the coordinator itself was stopped,
 # perhaps with its machine: the silence of others then means nothing.
-_STOPPED_SECS = 2.0
+_SUSPENDED_SECS = 2.0
 
 
 def say(text: str) -> None:
@@ -84,10 +84,12 @@ class Coordinator:
         self._token = token
         self._report = report
         # Connections without a handshake, the oldest first.
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._unidentified: dict[asyncio.StreamWriter, None] = {}
         timeouts = timeouts or Timeouts()
-        self._roll = CoordinatorState(num_processes, timeouts, report, time.monotonic())
-        self._news: queue.SimpleQueue[tuple[int, str, bool]] = queue.SimpleQueue()
+        self._state = CoordinatorState(
+            num_processes, timeouts, report, time.monotonic()
+        )
+        self._exits: queue.SimpleQueue[tuple[int, str, bool]] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
@@ -99,17 +101,17 @@ class Coordinator:
     @property
     def blamed(self) -> frozenset[int]:
         """Ranks of the processes that are the reason why the job ended."""
-        return self._roll.blamed
+        return self._state.blamed
 
     @property
     def positions(self) -> list[tuple[int, int | None, str]]:
         """Rank, training step and phase that each connected process last reported."""
-        return [(m.handshake.rank, m.step, m.phase) for m in list(self._roll.members)]
+        return [(m.handshake.rank, m.step, m.phase) for m in list(self._state.members)]
 
     @property
     def has_trained(self) -> bool:
         """Whether any process has reported a training step."""
-        return any(member.has_trained for member in list(self._roll.members))
+        return any(member.has_trained for member in list(self._state.members))
 
     def announce(self, rank: int, how: str, *, is_abort: bool = False) -> None:
         """Ends the job because a process was seen to end with an error.
@@ -119,14 +121,14 @@ class Coordinator:
           how: Description of its end, such as `was ended by SIGKILL`.
           is_abort: Whether SIGABRT ended it, perhaps as an effect of another's failure.
         """
-        self._news.put((rank, how, is_abort))
+        self._exits.put((rank, how, is_abort))
 
     def linger(self) -> None:
         """Waits up to 5 s for all processes to be told why the job does not start."""
         end = time.monotonic() + _LINGER_SECS
-        while not self._roll.all_have_come and time.monotonic() < end:
-            time.sleep(_LOOK_SECS)
-        time.sleep(_LOOK_SECS)  # for the last message to leave
+        while not self._state.all_connected and time.monotonic() < end:
+            time.sleep(_POLL_SECS)
+        time.sleep(_POLL_SECS)  # for the last message to leave
 
     def close(self) -> None:
         """Stops the server and closes all connections."""
@@ -136,22 +138,22 @@ class Coordinator:
     async def _serve(self) -> None:
         serve = asyncio.start_server(self._attend, sock=self._socket, limit=MAX_BYTES)
         server = await serve
-        looked = time.monotonic()
+        checked = time.monotonic()
         while not self._closed.is_set():
-            self._take_news()
+            self._handle_exits()
             now = time.monotonic()
-            if now - looked > _STOPPED_SECS:
-                self._roll.forgive(now - looked)
-            looked = now
-            self._roll.look(now)
-            await asyncio.sleep(_LOOK_SECS)
-        self._take_news()  # who is blamed may be asked after the end
+            if now - checked > _SUSPENDED_SECS:
+                self._state.add_suspension(now - checked)
+            checked = now
+            self._state.check_timeouts(now)
+            await asyncio.sleep(_POLL_SECS)
+        self._handle_exits()  # who is blamed may be asked after the end
         server.close()
 
-    def _take_news(self) -> None:
-        while not self._news.empty():
-            rank, how, is_abort = self._news.get()
-            self._roll.ended(rank, how, time.monotonic(), is_abort=is_abort)
+    def _handle_exits(self) -> None:
+        while not self._exits.empty():
+            rank, how, is_abort = self._exits.get()
+            self._state.handle_exit(rank, how, time.monotonic(), is_abort=is_abort)
 
     async def _attend(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -162,20 +164,20 @@ class Coordinator:
             def send(message: Message) -> None:
                 writer.write(encode(message))
 
-            handshake = await self._await_claim(reader, writer, send)
+            handshake = await self._await_handshake(reader, writer, send)
             if handshake is None:
                 return
-            member = self._roll.admit(handshake, send, time.monotonic())
+            member = self._state.admit(handshake, send, time.monotonic())
             if member is None:
                 return
             try:
                 while line := await reader.readline():
                     report = check_report(decode(line))
-                    self._roll.take(member, report, time.monotonic())
+                    self._state.handle_message(member, report, time.monotonic())
             finally:
-                self._roll.part(member, time.monotonic())
+                self._state.handle_disconnect(member, time.monotonic())
 
-    async def _await_claim(
+    async def _await_handshake(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -187,16 +189,16 @@ class Coordinator:
           TimeoutError: If none comes in time.
           ValueError: If what comes is no handshake.
         """
-        if len(self._strangers) >= _MAX_STRANGERS:
-            next(iter(self._strangers)).transport.abort()
-            self._strangers.pop(next(iter(self._strangers)))
-        self._strangers[writer] = None
+        if len(self._unidentified) >= _MAX_UNIDENTIFIED:
+            next(iter(self._unidentified)).transport.abort()
+            self._unidentified.pop(next(iter(self._unidentified)))
+        self._unidentified[writer] = None
         try:
             nonce = secrets.token_hex(16)
             send({**GREETING, "nonce": nonce})
-            line = await asyncio.wait_for(reader.readline(), _CLAIM_SECS)
+            line = await asyncio.wait_for(reader.readline(), _HANDSHAKE_SECS)
         finally:
-            self._strangers.pop(writer, None)
+            self._unidentified.pop(writer, None)
         message = decode(line)
         known = check_signature(message, nonce, self._token)
         handshake = Handshake.from_message(message["handshake"])

@@ -62,7 +62,7 @@ class CoordinatorState:
         self._started = False
 
     @property
-    def all_have_come(self) -> bool:
+    def all_connected(self) -> bool:
         """Whether all processes have connected."""
         return len(self.members) >= self._num_processes
 
@@ -71,7 +71,7 @@ class CoordinatorState:
     ) -> Member | None:
         """Adds a process, and starts the job if it is the last; None if refused."""
         if self._started:
-            send({"refused": self._too_late(handshake)})
+            send({"refused": self._late_refusal(handshake)})
             return None
         if len(self.members) >= 2 * self._num_processes + _MAX_DOUBLES:
             send(
@@ -84,11 +84,11 @@ class CoordinatorState:
             send({"refused": self._verdict})
         elif self._contradicted is None and self._problems():
             self._contradicted = now
-        elif self._contradicted is None and self.all_have_come:
+        elif self._contradicted is None and self.all_connected:
             self._start(now)
         return member
 
-    def take(self, member: Member, message: Message, now: float) -> None:
+    def handle_message(self, member: Member, message: Message, now: float) -> None:
         """Handles a message of a process."""
         member.heard = now
         if "phase" in message:
@@ -102,7 +102,7 @@ class CoordinatorState:
         else:
             member.left, member.moved = True, now
 
-    def part(self, member: Member, now: float) -> None:
+    def handle_disconnect(self, member: Member, now: float) -> None:
         """Handles a closed connection: the process has left, or it died."""
         if not self._started:
             if self._verdict is None:
@@ -116,7 +116,9 @@ class CoordinatorState:
                 blamed=[member.handshake.rank],
             )
 
-    def ended(self, rank: int, how: str, now: float, *, is_abort: bool = False) -> None:
+    def handle_exit(
+        self, rank: int, how: str, now: float, *, is_abort: bool = False
+    ) -> None:
         """Ends the job because a process was seen to end with an error.
 
         Its connection may close later; its last position is known already.
@@ -166,7 +168,7 @@ class CoordinatorState:
             elif not member.gone:
                 member.send({"end" if self._started else "refused": text})
 
-    def forgive(self, secs: float) -> None:
+    def add_suspension(self, secs: float) -> None:
         """Shifts all times by a period in which the coordinator itself was stopped."""
         self._began += secs
         self._reported += secs
@@ -174,7 +176,7 @@ class CoordinatorState:
             member.heard += secs
             member.moved += secs
 
-    def look(self, now: float) -> None:
+    def check_timeouts(self, now: float) -> None:
         """Checks the timeouts, and ends the job or reports if one has passed."""
         if self._verdict is not None:
             return
@@ -183,28 +185,28 @@ class CoordinatorState:
             if now - since > _EFFECT_SECS:
                 self.end(text, known_to=member, blamed=[member.handshake.rank])
         elif self._started:
-            self._look_for_late(now)
+            self._check_running(now)
         elif self._contradicted is None:
-            self._look_for_missing(now)
-        elif now - self._contradicted > _SETTLE_SECS or self.all_have_come:
+            self._check_start(now)
+        elif now - self._contradicted > _SETTLE_SECS or self.all_connected:
             found = "\n  ".join(self._problems())
             self.end(f"The processes do not agree; the job does not start:\n  {found}")
 
-    def _look_for_late(self, now: float) -> None:
+    def _check_running(self, now: float) -> None:
         timeouts, still = self._timeouts, standstill(self.members, now)
         if lost := silent(self.members, now, timeouts.silent_secs):
             texts = describe_silent(lost, now)
             self.end("\n  ".join(texts), blamed=[m.handshake.rank for m in lost])
         elif still > timeouts.stall_secs or (
             # After a process has left, a stall cannot resolve itself: end it sooner.
-            still > timeouts.silent_secs and self._some_have_left()
+            still > timeouts.silent_secs and self._any_left()
         ):
             self.end(self._standstill(now))
         elif still > timeouts.report_secs < now - self._reported:
             self._reported = now
             self._report(self._standstill(now))
 
-    def _look_for_missing(self, now: float) -> None:
+    def _check_start(self, now: float) -> None:
         here = {member.handshake.rank for member in self.members}
         missing = numbers(set(range(self._num_processes)) - here)
         waited = f"{now - self._began:.0f} s"
@@ -232,11 +234,11 @@ class CoordinatorState:
         )
         return problems(handshakes, self._num_processes)
 
-    def _some_have_left(self) -> bool:
+    def _any_left(self) -> bool:
         """Returns whether a process has left, for which others may be waiting."""
         return any(member.left for member in self.members)
 
-    def _too_late(self, handshake: Handshake) -> str:
+    def _late_refusal(self, handshake: Handshake) -> str:
         there = [
             str(m.handshake) for m in self.members if m.handshake.rank == handshake.rank
         ]

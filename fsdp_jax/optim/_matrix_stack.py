@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from fsdp_jax._tree import WholeLeaf
+from fsdp_jax.sharding._param_plan import spec_of_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +304,4 @@ def _over_mesh(
 
 
 def _spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    # One axis as its name: jax takes P("x") and P(("x",)) for different specs.
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in split]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    return spec_of_split({dim: axes for dim, axes in enumerate(split) if axes})

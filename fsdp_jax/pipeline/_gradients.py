@@ -21,13 +21,13 @@ from fsdp_jax.sharding._stages import Schedule
 from fsdp_jax.step._aux_outputs import Parts, join_aux
 from fsdp_jax.step._collectives import reduce_deferred
 from fsdp_jax.step._loss import trace_and_split
-from fsdp_jax.step._sharded_loss import RankInputs, ShardedLoss
+from fsdp_jax.step._sharded_loss import MicrobatchInputs, RankInputs, ShardedLoss
 
 _RUN = {"1f1b": one_forward_one_backward, "gpipe": all_forward_all_backward}
 
 
 def pipelined_grads(
-    loss: ShardedLoss, inputs: RankInputs, loss_scale: Array | None
+    loss: ShardedLoss, inputs: MicrobatchInputs, loss_scale: Array | None
 ) -> tuple[list[Array], PyTree, Any]:
     """Runs the microbatches of a step through the stages, forward and backward.
 
@@ -64,13 +64,13 @@ def pipelined_loss(loss: ShardedLoss, inputs: RankInputs) -> tuple[Array, Array,
       loss: Loss of a plan whose mesh has several devices on `pp`.
       inputs: Shards without gradient buffers, and the rows of one microbatch.
     """
-    inputs = inputs._replace(rows=split_microbatches(inputs.rows, 1))
-    stage = _stage(loss, inputs)
-    _, (totals, counts, aux) = forward_pass(stage, inputs.model_state)
+    shards, model_state, rows, key = inputs
+    one = MicrobatchInputs(shards, model_state, split_microbatches(rows, 1), key)
+    _, (totals, counts, aux) = forward_pass(_stage(loss, one), model_state)
     return totals.sum(), counts.sum(), join_aux([aux])
 
 
-def _stage(loss: ShardedLoss, inputs: RankInputs) -> Stage:
+def _stage(loss: ShardedLoss, inputs: MicrobatchInputs) -> Stage:
     plan, stages = loss.plan, loss.plan.stages
     shards = [
         dataclasses.replace(
@@ -95,4 +95,6 @@ def _stage(loss: ShardedLoss, inputs: RankInputs) -> Stage:
     axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
     cut = trace_and_split(loss.call, chunk, *inputs.example, axes=axes)
     schedule = Schedule(stages, inputs.num_microbatches)
-    return Stage(cut, schedule, shards, inputs.rows, inputs.key, loss.aux_format)
+    return Stage(
+        cut, schedule, shards, inputs.microbatches, inputs.key, loss.aux_format
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -120,14 +120,14 @@ class ParamPlan:
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """Returns the spec that splits `dim` over data axes, without `tp`."""
-        return _spec(self._split(axes))
+        return spec_of_split(self._split(axes))
 
     def spec_with_tp(self, axes: tuple[str, ...]) -> PartitionSpec:
         """Returns the spec that splits `dim` over `axes` and `tensor_dim` over `tp`."""
         split = self._split(axes)
         if self.tensor_dim is not None:
             split[self.tensor_dim] = ("tp", *split.get(self.tensor_dim, ()))
-        return _spec(split)
+        return spec_of_split(split)
 
     def step_layout(self, tp: int) -> ParamPlan:
         """Returns the plan in step layout, where `dim` and `tensor_dim` are two dims.
@@ -195,7 +195,12 @@ class ParamPlan:
         return split
 
 
-def _spec(split: dict[int, tuple[str, ...]]) -> PartitionSpec:
+def spec_of_split(split: Mapping[int, tuple[str, ...]]) -> PartitionSpec:
+    """Returns the spec of an array.
+
+    Args:
+      split: Dim -> mesh axes that split it; none of them empty.
+    """
     dims = [split.get(dim) for dim in range(max(split, default=-1) + 1)]
     # One axis as its name: jax takes P("x") and P(("x",)) for different specs.
     return PartitionSpec(*(d[0] if d and len(d) == 1 else d for d in dims))

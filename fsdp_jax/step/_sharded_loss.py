@@ -35,7 +35,7 @@ class RankInputs(NamedTuple):
     Attributes:
       shards: Shards of all parameters, in plan order.
       model_state: Arrays of the model that are not parameters.
-      rows: Batch of this rank; `[microbatches, ...]` where a step accumulates.
+      rows: Batch of this rank.
       key: PRNG key of this rank.
     """
 
@@ -44,15 +44,32 @@ class RankInputs(NamedTuple):
     rows: PyTree
     key: Array
 
+
+class MicrobatchInputs(NamedTuple):
+    """What one rank passes to a loss microbatch by microbatch, within `shard_map`.
+
+    Attributes:
+      shards: Shards of all parameters, in plan order.
+      model_state: Arrays of the model that are not parameters.
+      microbatches: Batch of this rank, each leaf `[microbatches, rows, ...]`.
+      key: PRNG key of this rank.
+    """
+
+    shards: Sequence[Shard]
+    model_state: PyTree
+    microbatches: PyTree
+    key: Array
+
     @property
     def num_microbatches(self) -> int:
-        """Leading dim of `rows`, where a step accumulates."""
-        return jax.tree.leaves(self.rows)[0].shape[0]
+        """Number of microbatches."""
+        return jax.tree.leaves(self.microbatches)[0].shape[0]
 
     @property
     def example(self) -> tuple[PyTree, PyTree, Array]:
         """Arguments of a loss after the shards, with the first microbatch's rows."""
-        return self.model_state, jax.tree.map(lambda x: x[0], self.rows), self.key
+        rows = jax.tree.map(lambda x: x[0], self.microbatches)
+        return self.model_state, rows, self.key
 
 
 def sharded_loss(plan: Plan, loss_fn: LossFn, form: LossForm) -> ShardedLoss:

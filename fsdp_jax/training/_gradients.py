@@ -24,7 +24,12 @@ from fsdp_jax.step._loss import (
 from fsdp_jax.step._model_state import fold_rank, reduce_state
 from fsdp_jax.step._param_layout import gather_for_step
 from fsdp_jax.step._shard import GradReduction, Shard
-from fsdp_jax.step._sharded_loss import RankInputs, ShardedLoss, sharded_loss
+from fsdp_jax.step._sharded_loss import (
+    MicrobatchInputs,
+    RankInputs,
+    ShardedLoss,
+    sharded_loss,
+)
 from fsdp_jax.step._step_layout import packed, placed
 from fsdp_jax.training._microbatch_grads import accumulate, shards_with_buffers
 
@@ -124,7 +129,7 @@ def _local_grads(
         shards = shards_with_buffers(
             plan, gather_for_step(plan.params_in_step, values), 1 / num_means
         )
-        inputs = RankInputs(shards, model_state, rows, fold_rank(key, data_axes))
+        inputs = MicrobatchInputs(shards, model_state, rows, fold_rank(key, data_axes))
         grads, state, outs = accumulate(loss, inputs, loss_scale)
         if loss_scale is not None:
             grads = _all_divided(trained, grads, loss_scale)

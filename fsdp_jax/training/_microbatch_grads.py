@@ -24,14 +24,14 @@ from fsdp_jax.step._aux_outputs import AuxFormat, join_aux
 from fsdp_jax.step._collectives import accumulated, reduce_deferred
 from fsdp_jax.step._loss import trace_gradients, trace_loss
 from fsdp_jax.step._shard import GradReduction, Shard
-from fsdp_jax.step._sharded_loss import RankInputs, ShardedLoss
+from fsdp_jax.step._sharded_loss import MicrobatchInputs, ShardedLoss
 
 Grads = list[Array | None]
 """One gradient per parameter of the plan; None where the parameter is frozen."""
 
 
 def accumulate(
-    loss: ShardedLoss, inputs: RankInputs, loss_scale: Array | None
+    loss: ShardedLoss, inputs: MicrobatchInputs, loss_scale: Array | None
 ) -> tuple[list[Array], PyTree, Any]:
     """Accumulates gradients over microbatches: a loop, then the peeled last microbatch.
 

@@ -13,11 +13,11 @@ PATIENCE = Timeouts(start_secs=100, silent_secs=20, report_secs=30, stall_secs=2
 
 
 class Job:
-    """A roll, and what each process was sent."""
+    """A state, and what each process was sent."""
 
     def __init__(self, num_processes: int = 3):
         self.reports: list[str] = []
-        self.roll = CoordinatorState(
+        self.state = CoordinatorState(
             num_processes, PATIENCE, self.reports.append, now=0.0
         )
         self.sent: list[list[dict]] = []
@@ -29,10 +29,10 @@ class Job:
             rank, of, f"host{rank}", 100 + rank, 5000 * (rank == 0), facts
         )
         self.sent.append(inbox)
-        self.members.append(self.roll.admit(handshake, inbox.append, at))
+        self.members.append(self.state.admit(handshake, inbox.append, at))
 
     def say(self, rank: int, at: float, **message) -> None:
-        self.roll.take(self.members[rank], message, at)
+        self.state.handle_message(self.members[rank], message, at)
 
     def told(self) -> list[dict]:
         """The last message of each."""
@@ -71,7 +71,7 @@ def test_processes_that_contradict_each_other_are_all_told_so(coming, says):
     job = Job()
     for rank, size in coming:
         job.come(rank, of=size)
-    job.roll.look(2.0)
+    job.state.check_timeouts(2.0)
     for message in job.told():
         with pytest.raises(ValueError, match=facts(*says)):
             raise ValueError(message["refused"])
@@ -81,10 +81,10 @@ def test_every_contradiction_is_told_at_once_also_to_who_comes_later():
     job = Job()
     job.come(0, lr="0.1", jax="0.10")
     job.come(1, lr="0.2", jax="0.10")
-    job.roll.look(0.5)
+    job.state.check_timeouts(0.5)
     assert job.told() == [{}, {}]  # others may still come
     job.come(2, of=2, lr="0.1")
-    job.roll.look(0.6)
+    job.state.check_timeouts(0.6)
     job.come(1, at=0.7)
     (said,) = {message["refused"] for message in job.told()}
     assert "lr differs: 0.1 in processes 0, 2; 0.2 in process 1" in said
@@ -95,17 +95,17 @@ def test_every_contradiction_is_told_at_once_also_to_who_comes_later():
 def test_who_does_not_come_is_named_first_in_a_report_then_as_the_end():
     job = Job()
     job.come(1)
-    job.roll.look(31.0)
-    job.roll.look(32.0)
+    job.state.check_timeouts(31.0)
+    job.state.check_timeouts(32.0)
     assert job.reports == ["waiting since 31 s for processes 0, 2"]
-    job.roll.look(101.0)
+    job.state.check_timeouts(101.0)
     assert "processes 0, 2 of 3 had not come" in job.told()[0]["refused"]
 
 
 def test_who_goes_before_the_start_may_come_again():
     job = Job()
     job.come(1)
-    job.roll.part(job.members[0], 1.0)
+    job.state.handle_disconnect(job.members[0], 1.0)
     for rank in range(3):
         job.come(rank)
     assert all("service" in message for message in job.told()[1:])
@@ -121,7 +121,7 @@ def test_who_comes_to_a_job_that_runs_is_sent_away_and_it_goes_on():
 def test_the_death_of_one_is_told_with_where_it_was():
     job = started()
     job.say(1, 10.0, step=7, phase="train step", secs=2.0)
-    job.roll.part(job.members[1], 13.0)
+    job.state.handle_disconnect(job.members[1], 13.0)
     assert job.told()[0] == job.told()[2]
     assert job.told()[0]["end"] == (
         "process 1 (host1, pid 101) ended without a word (was it killed?), in step 7, "
@@ -132,30 +132,30 @@ def test_the_death_of_one_is_told_with_where_it_was():
 def test_an_abort_is_the_effect_of_an_error_that_was_reported_before():
     job = started()
     job.say(1, 1.0, failed="ValueError: no rows")
-    job.roll.ended(2, "was ended by SIGABRT", 1.1, is_abort=True)
-    assert job.roll.blamed == {1} and "no rows" in job.told()[0]["end"]
+    job.state.handle_exit(2, "was ended by SIGABRT", 1.1, is_abort=True)
+    assert job.state.blamed == {1} and "no rows" in job.told()[0]["end"]
     closed = started()
     closed.say(1, 1.0, failed="ValueError: no rows")
-    closed.roll.part(closed.members[2], 1.1)
-    closed.roll.ended(2, "was ended by SIGABRT", 1.2, is_abort=True)
-    assert closed.roll.blamed == {1}
+    closed.state.handle_disconnect(closed.members[2], 1.1)
+    closed.state.handle_exit(2, "was ended by SIGABRT", 1.2, is_abort=True)
+    assert closed.state.blamed == {1}
 
 
 def test_an_abort_that_comes_first_is_the_reason():
     job = started()
-    job.roll.part(job.members[2], 1.0)
+    job.state.handle_disconnect(job.members[2], 1.0)
     job.say(1, 1.1, failed="gloo: connection closed by peer")
-    job.roll.ended(2, "was ended by SIGABRT", 1.2, is_abort=True)
-    assert job.roll.blamed == {2}
+    job.state.handle_exit(2, "was ended by SIGABRT", 1.2, is_abort=True)
+    assert job.state.blamed == {2}
     job = started()
-    job.roll.ended(2, "was ended by SIGABRT", 1.0, is_abort=True)
-    assert job.roll.blamed == {2}
+    job.state.handle_exit(2, "was ended by SIGABRT", 1.0, is_abort=True)
+    assert job.state.blamed == {2}
 
 
 def test_an_end_that_its_starter_saw_is_told_with_where_it_was():
     job = started()
     job.say(1, 10.0, step=7, phase="train step", secs=2.0)
-    job.roll.ended(1, "was ended by SIGKILL", 13.0)
+    job.state.handle_exit(1, "was ended by SIGKILL", 13.0)
     assert job.told()[0]["end"] == (
         "process 1 (host1, pid 101) was ended by SIGKILL, in step 7, "
         "'train step' for 5 s"
@@ -165,7 +165,7 @@ def test_an_end_that_its_starter_saw_is_told_with_where_it_was():
 def test_what_a_process_said_of_itself_comes_before_its_status():
     job = started()
     job.say(2, 1.0, failed="ValueError: no such file")
-    job.roll.ended(2, "ended with status 1", 1.1)
+    job.state.handle_exit(2, "ended with status 1", 1.1)
     assert job.told()[0]["end"].endswith("ValueError: no such file")
 
 
@@ -173,9 +173,9 @@ def test_the_error_of_one_is_told_to_the_others_and_its_echoes_are_not():
     job = started()
     job.say(2, 1.0, failed="ValueError: no such file")
     job.say(0, 1.1, failed="RuntimeError: what follows from it")
-    job.roll.look(1.2)
+    job.state.check_timeouts(1.2)
     assert all("service" in message for message in job.told())
-    job.roll.look(1.6)
+    job.state.check_timeouts(1.6)
     for rank in (0, 1):
         assert job.told()[rank]["end"] == (
             "process 2 (host2, pid 102) failed in 'starting' for 1 s:\n"
@@ -187,8 +187,8 @@ def test_the_error_of_one_is_told_to_the_others_and_its_echoes_are_not():
 def test_a_death_comes_before_the_errors_that_it_makes():
     job = started()
     job.say(0, 1.0, failed="RuntimeError: connection closed by peer")
-    job.roll.part(job.members[1], 1.1)
-    job.roll.look(2.0)
+    job.state.handle_disconnect(job.members[1], 1.1)
+    job.state.check_timeouts(2.0)
     for rank in (0, 2):
         assert (
             "process 1 (host1, pid 101) ended without a word"
@@ -200,39 +200,41 @@ def test_who_gives_no_sign_of_life_is_named():
     job = started()
     job.say(0, 19.0, step=3, phase="train step", secs=1.0)
     job.say(1, 19.0, step=3, phase="train step", secs=1.0)
-    job.roll.look(20.5)
+    job.state.check_timeouts(20.5)
     assert (
         "process 2 (host2, pid 102) gave no sign of life for 20 s"
         in (job.told()[0]["end"])
     )
-    assert job.roll.blamed == {2}
+    assert job.state.blamed == {2}
 
 
 def test_one_process_is_blamed_and_not_those_that_end_as_an_effect():
     for blame in (
-        lambda roll, members: roll.part(members[1], 1.0),
-        lambda roll, members: roll.ended(1, "was ended by SIGKILL", 1.0),
-        lambda roll, members: roll.take(members[1], {"failed": "ValueError"}, 1.0),
+        lambda state, members: state.handle_disconnect(members[1], 1.0),
+        lambda state, members: state.handle_exit(1, "was ended by SIGKILL", 1.0),
+        lambda state, members: state.handle_message(
+            members[1], {"failed": "ValueError"}, 1.0
+        ),
     ):
         job = started()
-        assert job.roll.blamed == set()
-        blame(job.roll, job.members)
-        job.roll.look(3.0)
-        job.roll.part(job.members[2], 4.0)
-        job.roll.ended(0, "ended with status 1", 4.0)
-        assert job.roll.blamed == {1}
+        assert job.state.blamed == set()
+        blame(job.state, job.members)
+        job.state.check_timeouts(3.0)
+        job.state.handle_disconnect(job.members[2], 4.0)
+        job.state.handle_exit(0, "ended with status 1", 4.0)
+        assert job.state.blamed == {1}
 
 
 def test_nobody_is_blamed_for_a_stall_of_all():
-    assert stalled(until=300.0).roll.blamed == set()
+    assert stalled(until=300.0).state.blamed == set()
 
 
 def test_a_coordinator_that_was_stopped_itself_blames_nobody():
     job = started()
-    job.roll.forgive(1000.0)
-    job.roll.look(1010.0)
+    job.state.add_suspension(1000.0)
+    job.state.check_timeouts(1010.0)
     assert all("service" in message for message in job.told()) and not job.reports
-    job.roll.look(1021.0)
+    job.state.check_timeouts(1021.0)
     assert "gave no sign of life for 21 s" in job.told()[0]["end"]
 
 
@@ -242,7 +244,7 @@ def stalled(until: float) -> Job:
     for second in range(0, int(until), 5):
         for rank, phase in enumerate(["train step", "reading a batch", "train step"]):
             job.say(rank, second, step=4, phase=phase, secs=max(second - 1.0, 0))
-        job.roll.look(second)
+        job.state.check_timeouts(second)
     return job
 
 
@@ -268,7 +270,7 @@ def test_a_job_of_which_some_go_on_is_let_be():
         for rank in range(3):
             secs = 0.0 if rank == 1 else float(second)
             job.say(rank, second, step=1, phase="x", secs=secs)
-        job.roll.look(second)
+        job.state.check_timeouts(second)
     assert job.reports == []
 
 
@@ -278,7 +280,7 @@ def test_who_ended_its_program_while_others_wait_ends_them_soon():
     for second in range(0, 30, 5):
         for rank in (0, 2):
             job.say(rank, second, step=1, phase="x", secs=float(second))
-        job.roll.look(second)
+        job.state.check_timeouts(second)
     assert "and its program has ended" in job.told()[0]["end"]
 
 
@@ -286,8 +288,8 @@ def test_a_job_whose_programs_have_all_ended_is_let_be():
     job = started()
     for rank in range(3):
         job.say(rank, 1.0, left=True)
-        job.roll.part(job.members[rank], 2.0)
-    job.roll.look(10_000.0)
+        job.state.handle_disconnect(job.members[rank], 2.0)
+    job.state.check_timeouts(10_000.0)
     assert all("service" in message for message in job.told())
 
 

@@ -186,11 +186,11 @@ def test_a_message_too_deep_is_a_value_error():
 
 
 def test_idle_connections_are_closed_for_those_that_come_after(monkeypatch):
-    monkeypatch.setattr(_coordinator, "_MAX_STRANGERS", 8)
+    monkeypatch.setattr(_coordinator, "_MAX_UNIDENTIFIED", 8)
     with coordinator() as opened, ExitStack() as held:
         idle = [held.enter_context(connect(opened.port)) for _ in range(40)]
         members = start(opened.port)
-        assert len(opened._strangers) <= 8
+        assert len(opened._unidentified) <= 8
         for member in members:
             member.leave()
         closed = sum(is_closed(one) for one in idle)
@@ -208,7 +208,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_a_connection_that_sends_no_claim_in_time_is_closed(monkeypatch):
-    monkeypatch.setattr(_coordinator, "_CLAIM_SECS", 0.2)
+    monkeypatch.setattr(_coordinator, "_HANDSHAKE_SECS", 0.2)
     with coordinator() as opened, connect(opened.port) as slow:
         slow.sendall(b"{")
         time.sleep(0.6)
