@@ -105,6 +105,7 @@ FIGURES = (
         ("checkpoint.py --gigabytes 0.06 --rounds 0 --stores 3 --out OUT",),
     ),
     Figure("param_gather", ("param_gather.py --steps 200 --devices 4 --out OUT",)),
+    Figure("float8_products", ("float8_products.py --out OUT",)),
     Figure("trl_comparison", ("trl_comparison.py --steps 50 --out OUT",)),
     Figure("resharding", ("resharding.py --out OUT",)),
     Figure("elastic", ("elastic.py --kills 50 --out OUT",), whole=("killed", 50)),
