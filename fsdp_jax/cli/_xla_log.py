@@ -17,6 +17,7 @@ from contextlib import contextmanager
 _LINES = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) .*"
     rb"|[IWE]\d{4} .* (cudart_stub|slow_operation_alarm|hlo_rematerialization)\.cc:.*"
+    rb"|[IWE]\d{4} .* gpu_hlo_schedule\.cc:\d+\] The byte size of input/output .*"
     rb"|\*{32}"
     rb"|\[Compiling module .*\] Very slow compile\? .*"
 )

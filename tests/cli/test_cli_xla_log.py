@@ -13,6 +13,8 @@ LOGGED = (
     "I0000 00:00:1795416054.724921   17290 cudart_stub.cc:31] Could not find cuda "
     "drivers on your machine, GPU will not be used.",
     "W1123 06:54:00.660466   23739 hlo_rematerialization.cc:3231] Can't reduce memory",
+    "E1124 03:30:26.685248   11529 gpu_hlo_schedule.cc:968] The byte size of "
+    "input/output arguments (105830576508) exceeds the base limit (68000000000).",
     "E1123 06:55:45.770436   24554 slow_operation_alarm.cc:73] ",
     "********************************",
     "[Compiling module jit_step for GPU] Very slow compile? If you want to file a bug",
