@@ -80,7 +80,7 @@ CLAIMS = [
     "checkpoint_stores: store_rounds >= 3",
     "config_fuzz: cases >= 1000",
     "config_fuzz: differ == 0",
-    "composition_fuzz: cases >= 600",
+    "composition_fuzz: cases >= 2000",
     "composition_fuzz: differ == 0",
     "replay: kinds.*.false == 0",
     "replay: false_alarms == 0",
