@@ -77,13 +77,17 @@ def norm(x, scale):
     return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def block(w, x):
+def attend(q, k, v):
+    return dot_product_attention(q, k, v, scale=HEAD_DIM**-0.5)
+
+
+def block(w, x, attend=attend):
     rows, seq, _ = x.shape
     h = norm(x, w["norm_1"])
     q, k, v = (
         (h @ w[name]).reshape(rows, seq, -1, HEAD_DIM) for name in ("q", "k", "v")
     )
-    attended = dot_product_attention(q, k, v, scale=HEAD_DIM**-0.5)
+    attended = attend(q, k, v)
     x = x + attended.reshape(rows, seq, -1) @ w["o"]
     h = norm(x, w["norm_2"])
     x = x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
@@ -117,6 +121,12 @@ def annotated(mesh):
             x, NamedSharding(mesh, PartitionSpec(*spec))
         )
 
+    # A fused kernel is not for the partitioner to split: each rank runs its rows.
+    rows = PartitionSpec(DATA)
+    attend_locally = jax.shard_map(
+        attend, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+    )
+
     def loss(params, tokens):
         x, labels = tokens[:, :-1], tokens[:, 1:]
         embed = params["embed"].astype(WIRE)
@@ -125,7 +135,9 @@ def annotated(mesh):
         @recomputed
         def layer(x, w):
             w = jax.tree.map(lambda leaf: leaf.astype(WIRE), w)
-            return constrain(block(w, constrain(x, DATA))[0], DATA), None
+            return constrain(
+                block(w, constrain(x, DATA), attend_locally)[0], DATA
+            ), None
 
         x, _ = lax.scan(layer, x, params["layers"])
         x = constrain(norm(x, params["norm"]), DATA)
