@@ -1,8 +1,9 @@
-"""Names that other trainers have for our options."""
+"""Names that other trainers have for our options, and commands near a mistyped one."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -63,13 +64,17 @@ _OTHER_NAMES = {
 
 
 def suggestions(words: Sequence[str], commands: Mapping[str, type]) -> Iterator[str]:
-    """Yields a line for each option that a command has under another name.
+    """Yields a line for a mistyped command, or each option that has another name.
 
     Args:
       words: Name of the command, and its arguments.
       commands: Dataclass of each command, by its name.
     """
-    if not words or words[0] not in commands:
+    if not words:
+        return
+    if words[0] not in commands:
+        for near in difflib.get_close_matches(words[0], commands, n=1):
+            yield f"there is no command {words[0]!r}: did you mean fsdp-jax {near}?"
         return
     known = set(option_names(commands[words[0]]))
     for word in words[1:]:

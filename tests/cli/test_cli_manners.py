@@ -187,6 +187,18 @@ def test_an_option_of_another_trainer_is_translated(capsys):
     assert "fsdp-jax train --help" in said.partition("here (see")[0]
 
 
+@pytest.mark.parametrize(
+    "word, near", [("trian", "train"), ("imports", "import"), ("--verison", None)]
+)
+def test_a_mistyped_command_is_told_the_nearest_one(word, near, capsys):
+    with pytest.raises(SystemExit):
+        main([word])
+    said = capsys.readouterr().err
+    hint = f"there is no command {word!r}: did you mean fsdp-jax {near}?"
+    assert (hint in said) == (near is not None)
+    assert ("did you mean" in said) == (near is not None)
+
+
 @pytest.mark.parametrize("columns", ["80", "40"])
 def test_the_help_has_groups_and_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
