@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jaxlib.version import __version__ as _INSTALLED
 
 from fsdp_jax.hlo._collectives import collective_of
 from fsdp_jax.hlo._parse import Module, parse
@@ -24,6 +25,7 @@ from fsdp_jax.planner._interconnect import communication_seconds
 from fsdp_jax.planner._kernel import kernel_of, kernel_seconds
 from fsdp_jax.planner._schedule import CompiledSchedule, schedule_of
 from fsdp_jax.planner._timeline import Timeline, replay
+from fsdp_jax.training._compiler_options import release
 
 Options = Mapping[str, Any]
 
@@ -181,12 +183,16 @@ def _compiled(lowered: jax.stages.Lowered, options: Options) -> jax.stages.Compi
         compilation_cache.reset_cache()
 
 
+# XLA caches kernels only if it compiles modules in parallel, as it always does from
+# this version on, which has no option for it any more.
+_ALWAYS_PARALLEL = (0, 11)
+
+
 def _kernel_cache() -> Options:
-    return {
-        "xla_gpu_kernel_cache_file": str(_scratch() / "kernels"),
-        # XLA caches kernels only if it compiles modules in parallel.
-        "xla_gpu_enable_llvm_module_compilation_parallelism": True,
-    }
+    options: dict[str, Any] = {"xla_gpu_kernel_cache_file": str(_scratch() / "kernels")}
+    if release(_INSTALLED) < _ALWAYS_PARALLEL:
+        options["xla_gpu_enable_llvm_module_compilation_parallelism"] = True
+    return options
 
 
 @functools.cache
