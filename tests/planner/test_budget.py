@@ -10,7 +10,7 @@ from helpers.llama import Llama, tokens
 
 import fsdp_jax as fsdp
 
-pytestmark = pytest.mark.plan
+pytestmark = [pytest.mark.plan, pytest.mark.versions]
 GIB = 1 << 30
 # Llama-3 8B, one sequence of 4,096 a GPU: the stack is scanned, so that 32 layers
 # compile as fast as 4.
