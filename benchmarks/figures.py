@@ -71,8 +71,9 @@ FIGURES = (
     ),
     *(
         Figure(
-            f"overlap_{decoder}_jax0.10.2",
+            f"overlap_{decoder}_{jax}",
             (f"overlap.py --decoder {decoder} --out OUT",),
+            venv=venv,
         )
         for decoder in (
             "llama-3-8b-cp",
@@ -80,6 +81,7 @@ FIGURES = (
             "llama-3-70b-pp",
             "mixtral-8x7b",
         )
+        for jax, venv in LANES.items()
     ),
     Figure("experts", ("experts.py --layers 16 --out OUT",)),
     Figure("foreign", ("foreign.py --out OUT",), venv=".venv-foreign"),
