@@ -70,6 +70,7 @@ def test_only_copies_that_xla_made_are_counted():
   %fusion.9.remat2 = (f32[8]{0}, f32[8]{0}) fusion(%x.1)
   ROOT %dot.24.remat = f32[8]{0} dot(%fusion.9.remat2, %w)
   %a = f32[8]{0} add(%dot.24.remat, %w), metadata={op_name="jit(f)/remat/add"}
+  %loop_broadcast_fusion.23.rematerialized = f32[8]{0} fusion(), kind=kLoop
   %rematted_computation.1 = f32[8]{0} add(%a, %w)
 """
     assert num_rematerialized(text) == 2
