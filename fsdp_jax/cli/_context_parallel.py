@@ -130,9 +130,9 @@ def num_rows(batch: Any) -> int:
 
 
 def num_targets(batch: Any) -> int:
-    """Returns the number of targets of a batch."""
+    """Returns the number of targets of a batch; of pairs with rewards, of tokens."""
     if isinstance(batch, dict):
-        return batch["targets"].size
+        return batch["tokens"].size
     rows, length = batch.shape
     return rows * (length - 1)
 
@@ -148,6 +148,17 @@ def abstract_pairs(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     dtypes["weights"] = jnp.float32
     rows = {n: jax.ShapeDtypeStruct((batch, 2, seq), d) for n, d in dtypes.items()}
     return {**rows, "reference": jax.ShapeDtypeStruct((batch, 2), jnp.float32)}
+
+
+def abstract_reward_pairs(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns an abstract batch of preference pairs for a reward model.
+
+    Args:
+      batch: Pairs of the global batch.
+      seq: Tokens of a row.
+    """
+    pairs = abstract_pairs(batch, seq)
+    return {n: x for n, x in pairs.items() if n not in ("targets", "reference")}
 
 
 def abstract_rows(batch: int, seq: int, cp: int, *, documents: bool = False) -> Any:

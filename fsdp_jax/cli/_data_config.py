@@ -10,7 +10,7 @@ Tokenizer = Literal["bytes", "model"]
 RowsOf = Literal["pack", "pad"]
 Overlong = Literal["truncate", "drop"]
 TrainOn = Literal["completions", "all"]
-Objective = Literal["sft", "dpo"]
+Objective = Literal["sft", "dpo", "reward"]
 
 _OF_DOCUMENTS = ("rows", "overlong", "train_on", "data_weights", "objective")
 
@@ -28,7 +28,8 @@ class DataConfig:
       overlong: Treatment of documents that are longer than a row.
       train_on: Tokens of documents that are trained.
       data_weights: Share of each file among the rows.
-      objective: What is learned: documents (sft), or preferences of pairs (dpo).
+      objective: What is learned: documents (sft), preferences of pairs (dpo), or their
+        rewards (reward).
     """
 
     tokenizer: Tokenizer
@@ -50,9 +51,24 @@ class DataConfig:
         ]
         if not 0 <= self.seed < 2**32:
             wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
-        if self.objective == "dpo" and self.train_on == "all":
-            wrong.append("--train-on all: --objective dpo compares answers alone")
+        if self.has_pairs and self.train_on == "all":
+            wrong.append(
+                f"--train-on all: --objective {self.objective} compares answers alone"
+            )
         return wrong
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether each record is a pair of answers."""
+        return self.objective != "sft"
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens of a document: the last predicts nothing.
+
+        A reward is read at the last token itself.
+        """
+        return self.seq if self.objective == "reward" else self.seq + 1
 
 
 def text_options(values: Mapping[str, Any]) -> dict[str, Any]:

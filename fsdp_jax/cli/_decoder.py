@@ -35,6 +35,7 @@ from fsdp_jax.cli._context_parallel import (
 )
 from fsdp_jax.cli._precision import Products
 from fsdp_jax.cli._routing import CountingDecoder, Routing, router_losses
+from fsdp_jax.cli._score_head import ScoredDecoder, without_head
 
 Batch = Int[Array, "batch seq+1"] | dict[str, Int[Array, "batch seq"]]
 """Tokens, each but the first a target too; or both by name."""
@@ -52,6 +53,7 @@ def plan_decoder(
     attention: WantedKernel = "auto",
     products: Products = "param_dtype",
     sequences: Mapping[str, int] = SEQUENCES,
+    scored: bool = False,
 ) -> fsdp.Plan:
     """Plans the decoder of a config, with a layer as a unit.
 
@@ -69,6 +71,7 @@ def plan_decoder(
       attention: Attention kernel; auto for the first that the devices can run.
       products: Format of the operands of projections of attention and MLPs.
       sequences: Dim of each leaf of a batch that is split over `cp`.
+      scored: Whether a score head replaces the output projection (`ScoredDecoder`).
     """
     cp = mesh.shape["cp"]
     check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
@@ -85,6 +88,7 @@ def plan_decoder(
     return fsdp.fully_shard(
         functools.partial(
             _make_decoder,
+            ScoredDecoder if scored else _decoder_class(routing),
             config,
             routing,
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
@@ -98,7 +102,9 @@ def plan_decoder(
             pipeline=dataclasses.replace(fsdp_config.pipeline, stack=_stack(config)),
             mp_policy=policy,
             frozen=(*fsdp_config.frozen, *biases, *constant_paths(config)),
-            tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
+            tensor_parallel=tensor_parallel_rules(
+                without_head(config) if scored else config, mesh.shape["tp"]
+            ),
             expert_parallel=expert_parallel_rules(config),
             context_parallel=sequences,
         ),
@@ -323,14 +329,18 @@ def _fused_token_losses(
     )
 
 
+def _decoder_class(routing: Routing) -> type[Decoder]:
+    return CountingDecoder if routing.expert_bias_rate else Decoder
+
+
 def _make_decoder(
+    make: Callable[..., Decoder],
     config: DecoderConfig,
     routing: Routing,
     scan: Callable[..., Any],
     options: dict[str, Any],
     key: Array,
 ) -> Decoder:
-    make = CountingDecoder if routing.expert_bias_rate else Decoder
     return make(
         routing.apply(config),
         rngs=nnx.Rngs(key),

@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._chat_template import ChatTemplate, Span, read_chat_template
-from fsdp_jax.cli._data_config import DataConfig, Objective
+from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._preference_records import pair_records
 from fsdp_jax.cli._records import Record, has_rows, parse_records, read_records
 from fsdp_jax.cli._tokenizer import TextCodec, check_vocab
@@ -23,7 +23,7 @@ from fsdp_jax.data._documents import (
     document_rows,
     join_documents,
 )
-from fsdp_jax.data._pairs import PairRows
+from fsdp_jax.data._pairs import PairRows, RewardRows
 
 Tokenized = tuple[list[int], list[bool]]
 """Token ids of a document, and whether each is trained."""
@@ -56,8 +56,8 @@ class Encoder:
           ValueError: If lines are no records, or no document has a token to train on.
         """
         template = read_chat_template(self.directory)
-        groups = _read_groups(file, template, config.objective)
-        limit, drops = config.seq + 1, config.overlong == "drop"
+        groups = _read_groups(file, template, config)
+        limit, drops = config.max_tokens, config.overlong == "drop"
         usable, cuts, lost = [], [], 0
         for group in groups:
             encoded = [self.encode(record, config.train_on) for record in group]
@@ -118,16 +118,16 @@ def _counts(
 
 
 def _read_groups(
-    file: Path, template: ChatTemplate | None, objective: Objective
+    file: Path, template: ChatTemplate | None, config: DataConfig
 ) -> list[tuple[Record, ...]]:
     """Reads what is kept or dropped together: a document, or the answers of a pair."""
-    if objective == "dpo":
+    if config.has_pairs:
         return parse_records(file, functools.partial(pair_records, template=template))
     return [(record,) for record in read_records(file, template)]
 
 
 def _unit(config: DataConfig) -> str:
-    return "pairs" if config.objective == "dpo" else "documents"
+    return "pairs" if config.has_pairs else "documents"
 
 
 def _is_in(end: int, spans: Sequence[Span]) -> bool:
@@ -186,7 +186,9 @@ class DocumentData:
         """Yields lines on the files and their rows."""
         yield from self.lines
         for source in self.sources:
-            filled = source.documents.lengths.sum() - len(source.documents)
+            filled = source.documents.lengths.sum()
+            if not isinstance(source, RewardRows):
+                filled -= len(source.documents)
             sides = 2 if isinstance(source, PairRows) else 1
             share = filled / (sides * len(source) * source.seq)
             what = "pairs of rows" if sides == 2 else "rows"
@@ -225,6 +227,8 @@ def read_documents(
 
 
 def _rows_of(documents: Documents, config: DataConfig) -> DocumentRows | PairRows:
+    if config.objective == "reward":
+        return RewardRows(documents, config.seq)
     if config.objective == "dpo":
         return PairRows(documents, config.seq)
     return document_rows(documents, config.seq, packed=config.rows == "pack")

@@ -21,7 +21,7 @@ from fsdp_jax.checkpoint._assets import names_of_files
 from fsdp_jax.checkpoint._steps import open_step, resolve_step
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._log import say
-from fsdp_jax.cli._train_config import adapter_of
+from fsdp_jax.cli._train_config import adapter_of, is_reward_model
 
 # Under this name a step carries the tokenizer, chat template and generation config.
 TOKENIZER = "tokenizer"
@@ -202,7 +202,7 @@ def open_any(
     path = Path(model)
     if not (path / "config.json").is_file():
         if fsdp.latest_step(path) is not None:
-            origin = open_checkpoint(path, step)
+            origin = open_language_model(path, step)
             if config is None:
                 return origin
             return dataclasses.replace(
@@ -323,6 +323,26 @@ def open_checkpoint(path: Path, step: int | None) -> Checkpoint:
         )
     config = bridge.from_hf_config(metadata["config"])
     return Checkpoint(path, step, config, metadata, _carried_files(path, step))
+
+
+def open_language_model(path: Path, step: int | None) -> Checkpoint:
+    """Reads the metadata of a step of a model with logits, as `open_checkpoint` does.
+
+    Args:
+      path: Directory that `fsdp-jax train` or `fsdp-jax import` saved to.
+      step: Step; None for the newest.
+
+    Raises:
+      ValueError: Also if the step is one of a reward model.
+    """
+    origin = open_checkpoint(path, step)
+    if is_reward_model(origin.metadata):
+        raise ValueError(
+            f"Step {origin.step} of '{path}' is a reward model, with a score head and "
+            "no logits: `fsdp-jax train --resume` goes on with it, and other commands "
+            "do not read it."
+        )
+    return origin
 
 
 def start_state(

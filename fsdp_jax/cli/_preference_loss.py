@@ -1,4 +1,4 @@
-"""Loss of direct preference optimization (DPO) over rows of pairs."""
+"""Losses over rows of pairs: direct preference optimization (DPO), and rewards."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._paths import as_path, is_local
+from fsdp_jax.cli._data_config import Objective
 from fsdp_jax.cli._decoder import LossConfig, balance_of_experts, losses_of_tokens
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._run_options import EvalOptions
@@ -24,8 +26,11 @@ def check_preferences(
     start: StartOptions,
     batches: BatchOptions,
     evaluation: EvalOptions,
+    *,
+    objective: Objective,
+    fused: bool,
 ) -> None:
-    """Raises a `ValueError` for options that DPO does not have.
+    """Raises a `ValueError` for options that training on pairs does not have.
 
     Args:
       save: Directory for the checkpoints.
@@ -33,6 +38,8 @@ def check_preferences(
       start: Origin of the weights.
       batches: Batches of the data.
       evaluation: Held-out data.
+      objective: What is learned.
+      fused: Whether logits are computed by chunks of the vocabulary.
     """
     axes = {"cp": mesh.cp, "pp": mesh.pp}
     wrong = [f"{axis}={size}" for axis, size in axes.items() if size > 1]
@@ -42,9 +49,13 @@ def check_preferences(
         f"--rows {batches.rows}": batches.rows is not None,
         f"--save {save}": not is_local(as_path(save)),
     }
+    if objective == "reward":  # It has no logits.
+        options |= {"--sample": bool(evaluation.sample), "--no-fused-loss": not fused}
     wrong += [option for option, given in options.items() if given]
     if wrong:
-        raise ValueError(f"--objective dpo with {', '.join(wrong)} is not supported.")
+        raise ValueError(
+            f"--objective {objective} with {', '.join(wrong)} is not supported."
+        )
 
 
 def preference_loss(
@@ -71,20 +82,63 @@ def preference_loss(
             beta=beta,
             label_smoothing=terms.label_smoothing,
         )
-        margin = found.chosen_rewards - found.rejected_rewards
-        metrics = {
-            "chosen_rewards": found.chosen_rewards.mean(),
-            "rejected_rewards": found.rejected_rewards.mean(),
-            "reward_margin": margin.mean(),
-            "reward_accuracy": (margin > 0).astype(margin.dtype).mean(),
-        }
-        mean = found.loss.mean()
-        if stats is None:
-            return mean, metrics
-        balance, reported = balance_of_experts(model, routing, stats)
-        return mean + balance, {**metrics, **reported}
+        metrics = _reward_metrics(found.chosen_rewards, found.rejected_rewards)
+        return _with_balance(model, routing, found.loss.mean(), metrics, stats)
 
     return loss
+
+
+def reward_model_loss(routing: Routing) -> Callable[..., Any]:
+    """Makes the mean loss of `fsdp_jax.rl.reward_loss` over batches of pairs.
+
+    Args:
+      routing: Routing of models with experts.
+
+    Returns:
+      Function `loss(model, batch) -> (loss, metrics)` of a `ScoredDecoder`; the metrics
+      are those of `preference_loss`.
+    """
+
+    def loss(model, batch):
+        rows = _sides_as_rows(batch, "tokens", "positions", "segment_ids", "weights")
+        states, stats = model.final_states(
+            rows["tokens"], rows["positions"], rows["segment_ids"]
+        )
+        scores = model.score_of_last(states, rows["weights"])
+        chosen, rejected = scores.reshape(-1, 2).T
+        mean = fsdp.rl.reward_loss(chosen, rejected).mean()
+        metrics = jax.lax.stop_gradient(_reward_metrics(chosen, rejected))
+        return _with_balance(model, routing, mean, metrics, stats)
+
+    return loss
+
+
+def _reward_metrics(
+    chosen: Float[Array, " pairs"], rejected: Float[Array, " pairs"]
+) -> dict[str, Array]:
+    margin = chosen - rejected
+    return {
+        "chosen_rewards": chosen.mean(),
+        "rejected_rewards": rejected.mean(),
+        "reward_margin": margin.mean(),
+        "reward_accuracy": (margin > 0).astype(margin.dtype).mean(),
+    }
+
+
+def _with_balance(
+    model: Any, routing: Routing, mean: Array, metrics: dict[str, Array], stats: Any
+) -> tuple[Array, dict[str, Array]]:
+    """Returns the loss with the balancing loss of experts, if there are any."""
+    if stats is None:
+        return mean, metrics
+    balance, reported = balance_of_experts(model, routing, stats)
+    return mean + balance, {**metrics, **reported}
+
+
+def _sides_as_rows(batch: Mapping[str, Array], *names: str) -> dict[str, Array]:
+    """Returns leaves of a batch of pairs with a row for each answer."""
+    seq = batch["tokens"].shape[-1]
+    return {name: batch[name].reshape(-1, seq) for name in names}
 
 
 def answer_log_probs(
@@ -97,11 +151,8 @@ def answer_log_probs(
       batch: Pairs.
       fused: Whether logits are computed by chunks of the vocabulary.
     """
-    seq = batch["tokens"].shape[-1]
-    rows = {
-        name: batch[name].reshape(-1, seq)
-        for name in ("tokens", "targets", "positions", "segment_ids", "weights")
-    }
+    names = ("tokens", "targets", "positions", "segment_ids", "weights")
+    rows = _sides_as_rows(batch, *names)
     states, stats = model.final_states(
         rows["tokens"], rows["positions"], rows["segment_ids"]
     )

@@ -31,8 +31,8 @@ def pair_records(fields: Any, template: ChatTemplate | None) -> tuple[Record, Re
             ", ".join(fields) if isinstance(fields, dict) and fields else "no fields"
         )
         raise ValueError(
-            f"has {found}; --objective dpo trains on pairs: chosen and rejected, and "
-            "prompt unless both begin with it"
+            f"has {found}; --objective dpo and reward train on pairs: chosen and "
+            "rejected, and prompt unless both begin with it"
         )
     chosen, rejected = fields["chosen"], fields["rejected"]
     if chosen == rejected:

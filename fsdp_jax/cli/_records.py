@@ -199,7 +199,8 @@ def _record(fields: Any, template: ChatTemplate | None) -> Record:
         raise ValueError("no JSON object")
     if {"chosen", "rejected"} <= fields.keys():
         raise ValueError(
-            "a preference pair (chosen, rejected): train on it with --objective dpo"
+            "a preference pair (chosen, rejected): train on it with --objective dpo "
+            "or reward"
         )
     kinds = [kind for kind, keys in _KINDS.items() if keys <= fields.keys()]
     if len(kinds) != 1:

@@ -85,6 +85,8 @@ class TrainConfig:
 def _problems_of_objective(config: TrainConfig) -> list[str]:
     """Returns the terms of the loss that the objective does not have."""
     loss, wrong = config.loss, []
+    if config.data.objective == "reward":
+        return _problems_of_reward(config)
     if config.data.objective != "dpo":
         if loss.dpo_beta is not None:
             wrong.append(f"--dpo-beta {loss.dpo_beta}: give --objective dpo too")
@@ -97,6 +99,23 @@ def _problems_of_objective(config: TrainConfig) -> list[str]:
     if loss.z_loss:
         wrong.append(f"--z-loss {loss.z_loss}: --objective dpo has no such term")
     return wrong
+
+
+def _problems_of_reward(config: TrainConfig) -> list[str]:
+    """Returns the options that a reward model does not have."""
+    given = {
+        "--dpo-beta": config.loss.dpo_beta,
+        "--label-smoothing": config.loss.label_smoothing,
+        "--z-loss": config.loss.z_loss,
+        "--expert-bias-rate": config.routing.expert_bias_rate,
+        "--lora-rank": config.lora.lora_rank,
+        "--ema": config.optimizer.ema,
+    }
+    return [
+        f"{name} {value}: --objective reward has no such option"
+        for name, value in given.items()
+        if value
+    ]
 
 
 def _parts(config: TrainConfig) -> list[Any]:
@@ -228,6 +247,18 @@ def _check_same_state(config: TrainConfig, saved: TrainConfig) -> None:
             f"A resumed run goes on with the state it had: {'; '.join(changed)}. Leave "
             "the option out, or start anew: export the checkpoint and train with --hf."
         )
+
+
+def is_reward_model(metadata: Mapping[str, Any]) -> bool:
+    """Returns whether a step is one of `--objective reward`.
+
+    Args:
+      metadata: Metadata of the step.
+    """
+    return (
+        "train" in metadata
+        and stored_config(metadata["train"]).data.objective == "reward"
+    )
 
 
 def adapter_of(metadata: Mapping[str, Any]) -> Adapter | None:

@@ -74,7 +74,8 @@ class BatchOptions:
       data_weights: Share of each file of JSON Lines among the rows, as numbers
         separated by commas; default its number of rows.
       objective: What is learned: the completions of records (sft, the default), or to
-        prefer the chosen to the rejected answer of pairs (dpo).
+        prefer the chosen to the rejected answer of pairs (dpo), or to give it the
+        higher reward (reward).
     """
 
     batch: Unset[int] = None

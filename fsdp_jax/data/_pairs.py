@@ -47,3 +47,32 @@ class PairRows:
         if self.reference is not None:
             row["reference"] = self.reference[index]
         return row
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RewardRows(PairRows):
+    """Preference pairs for a reward model, which is read at the last token.
+
+    The rows hold every token of a document, the last one too, and no targets.
+
+    Attributes:
+      documents: Documents of at most `seq` tokens, as in `PairRows`.
+      seq: Number of tokens of a row.
+    """
+
+    def __getitem__(self, index: int) -> Row:
+        """Returns a pair: `tokens`, `segment_ids`, `positions` and `weights`.
+
+        Each is `[2, seq]`, chosen first; the weight of the last token is 1, of the
+        others 0.
+        """
+        names = ("tokens", "segment_ids", "positions")
+        row: Row = {name: np.zeros((2, self.seq), np.int32) for name in names}
+        row["weights"] = np.zeros((2, self.seq), np.float32)
+        for side, document in enumerate(self.rows[index]):
+            ids = self.documents.ids[self.documents.bounds(document)]
+            row["tokens"][side, : len(ids)] = ids
+            row["segment_ids"][side, : len(ids)] = 1
+            row["positions"][side, : len(ids)] = np.arange(len(ids))
+            row["weights"][side, len(ids) - 1] = 1
+        return row

@@ -120,8 +120,11 @@ def documents_as_text(row: Row, codec: TextCodec, *, plain: bool) -> list[Text]:
     texts = []
     for segment in range(1, int(row["segment_ids"].max()) + 1):
         where = row["segment_ids"] == segment
-        tokens = row["tokens"][where].tolist() + row["targets"][where][-1:].tolist()
-        trained = [False, *(row["weights"][where] > 0).tolist()]
+        tokens = row["tokens"][where].tolist()
+        trained = (row["weights"][where] > 0).tolist()
+        if "targets" in row:  # A token's weight is that of its target, the next one.
+            tokens += row["targets"][where][-1:].tolist()
+            trained = [False, *trained]
         text, start = Text(), 0
         for index in range(1, len(tokens) + 1):
             if index < len(tokens) and trained[index] == trained[start]:

@@ -19,7 +19,7 @@ from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._hub import check_push, push
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._megatron import Format, MegatronLayout, OptimizerFormat
-from fsdp_jax.cli._model_source import Checkpoint, open_checkpoint
+from fsdp_jax.cli._model_source import Checkpoint, open_language_model
 from fsdp_jax.cli._options import Devices, Group, Unset
 from fsdp_jax.cli._train_config import adapter_of
 from fsdp_jax.cli._trained_adam import load_trained_adam
@@ -76,7 +76,7 @@ class Export:
         if self.push is not None:
             check_push(self.push)
         mesh = fsdp.make_mesh(devices=self.where.pick())
-        origin = open_checkpoint(self.checkpoint, self.step)
+        origin = open_language_model(self.checkpoint, self.step)
         if self.ema:
             origin = averaged(origin)
         plan = plan_decoder(origin.config, mesh)

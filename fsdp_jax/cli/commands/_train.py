@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from fsdp_jax.cli._context_parallel import (
     DOCUMENT_SEQUENCES,
     SEQUENCES,
     abstract_pairs,
+    abstract_reward_pairs,
     abstract_rows,
     check_rows,
 )
@@ -44,11 +46,16 @@ from fsdp_jax.cli._model_source import (
     tokenizer_file,
 )
 from fsdp_jax.cli._options import Devices, Group
-from fsdp_jax.cli._preference_loss import check_preferences, preference_loss
+from fsdp_jax.cli._preference_loss import (
+    check_preferences,
+    preference_loss,
+    reward_model_loss,
+)
 from fsdp_jax.cli._profile import Profile
 from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._reference_model import add_reference
 from fsdp_jax.cli._replay import ReplayOptions
+from fsdp_jax.cli._reward_model import start_origin
 from fsdp_jax.cli._routing import default_aux_loss_coef
 from fsdp_jax.cli._run_file import options_by_section, write_run_file
 from fsdp_jax.cli._run_marker import (
@@ -95,8 +102,8 @@ class Train:
 
     Text files are cut into rows. Each line of a .jsonl file is a document: `text`,
     `messages` in the model's chat template, or `prompt` and `completion`; of the last
-    two the completions are trained. With --objective dpo each is a pair: `chosen`,
-    `rejected` and `prompt`.
+    two the completions are trained. With --objective dpo and reward each is a pair:
+    `chosen`, `rejected` and `prompt`.
 
     Writes the metrics of each step to stdout: one JSON object a line, or a line of text
     on a terminal.
@@ -170,9 +177,11 @@ class Train:
         window = None if traced else self.profiling.window(start, self.steps)
         stored = {} if resumed is None else resumed.metadata
         config = _merge_options(self, origin, stored)
-        if config.data.objective == "dpo":
+        objective = config.data.objective
+        if config.data.has_pairs:
             groups = (self.mesh, self.start, self.batches, self.evaluation)
-            check_preferences(self.save, *groups)
+            fused = self.precision.fused_loss
+            check_preferences(self.save, *groups, objective=objective, fused=fused)
         plan = _make_plan(self, config, origin, mesh)
         data = read_data(self.data, origin, config.data, _share(self))
         metadata = make_metadata(origin.config, config, data, resumed)
@@ -194,10 +203,12 @@ class Train:
         mark_begun(self.save, _command(self))
         write_run_file(run.save, run.options)
         tx = config.make_optimizer(origin.config)
+        seed, scored = config.data.seed, objective == "reward"
+        started = start_origin(origin, scored=scored, mesh=mesh, seed=seed)
         make_state = functools.partial(
-            start_state, origin, resumed, plan, tx, run.loss_scale, config.data.seed
+            start_state, started, resumed, plan, tx, run.loss_scale, seed
         )
-        if isinstance(data, DocumentData) and config.data.objective == "dpo":
+        if isinstance(data, DocumentData) and objective == "dpo":
             fused = self.precision.fused_loss
             data, run, make_state = add_reference(
                 plan, data, run, resumed, make_state, fused=fused
@@ -225,9 +236,12 @@ def _make_plan(
         attention=train.strategy.attention,
         products=config.precision.products,
         sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
+        scored=config.data.objective == "reward",
     )
     if config.data.objective == "dpo":
         rows = abstract_pairs(config.data.batch, seq)
+    elif config.data.objective == "reward":
+        rows = abstract_reward_pairs(config.data.batch, seq)
     else:
         rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
     check_batch(plan, rows, num_microbatches(config, mesh, fsdp.launch.generation()))
@@ -247,9 +261,6 @@ def _sharding(train: Train, config: TrainConfig, origin: Origin) -> fsdp.FSDPCon
 
 def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
     documents, values = has_records(train.data[0]), config.values()
-    is_dpo = config.data.objective == "dpo"
-    make_loss = document_loss if documents else training_loss
-    make_loss = preference_loss if is_dpo else make_loss
     return Run(
         start=0,
         steps=train.steps,
@@ -262,16 +273,23 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         metadata={},
         files=files_to_carry(origin),
         data=config.data,
-        loss_fn=make_loss(
-            fused=train.precision.fused_loss, routing=config.routing, terms=config.loss
-        ),
-        per_token=documents and not is_dpo,
+        loss_fn=_make_loss(train, config),
+        per_token=documents and not config.data.has_pairs,
         held_out=_hold_out(train, origin, config),
         samples=make_samples(train.evaluation, origin, config.data, train.steps),
         routing=config.routing,
         loss_scale=config.precision.scale(),
         replay=train.replay,
     )
+
+
+def _make_loss(train: Train, config: TrainConfig) -> Callable[..., Any]:
+    if config.data.objective == "reward":
+        return reward_model_loss(config.routing)
+    make = document_loss if has_records(train.data[0]) else training_loss
+    make = preference_loss if config.data.objective == "dpo" else make
+    fused = train.precision.fused_loss
+    return make(fused=fused, routing=config.routing, terms=config.loss)
 
 
 def _check(train: Train) -> bool:
