@@ -1,6 +1,7 @@
 """`fsdp-jax train` on four processes with two devices each is that on one.
 
-Also after one of them was killed in mid-step, and the same command went on.
+Also after one of them was killed in mid-step, and the same command went on; by itself
+where the launcher is elastic.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tokenizers  # comes with transformers
-from helpers.processes import Recorded
+from helpers.processes import ENVIRONMENT, Recorded
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
@@ -97,3 +100,66 @@ def test_the_same_command_goes_on_and_ends_as_one_process_does(killed, folder):
     # The first process tokenized; alone, none has to be told.
     assert (folder / "four" / "fsdp-jax-tokens.npy").is_file()
     assert not (folder / "one" / "fsdp-jax-tokens.npy").exists()
+
+
+class Launcher:
+    """`fsdp-jax launch`, and what it and its processes write."""
+
+    def __init__(self, arguments: list[str], output: Path):
+        self._output = output
+        with output.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fsdp_jax.cli", "launch", *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=ENVIRONMENT,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def await_that(self, holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + 200
+        while not holds():
+            assert self.process.poll() is None and time.monotonic() < end, self.said
+            time.sleep(0.01)
+
+    def pids(self) -> list[int]:
+        """Its processes, in order of their start."""
+        command = ["ps", "-A", "-o", "pid=", "-o", "ppid="]
+        table = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows = [map(int, line.split()) for line in table.stdout.splitlines()]
+        return sorted(pid for pid, parent in rows if parent == self.process.pid)
+
+
+@pytest.mark.long
+def test_an_elastic_launch_goes_on_with_one_process_and_grows_back(folder):
+    length = ["--steps=60", "--save-every=60"]  # the last of an option counts
+    train = [*command(folder, "elastic"), *length, "--dp-outer=2"]
+    options = ["--processes=2", "--devices-per-process=1", "--elastic=1:2"]
+    options += ["--rejoin-secs=inf", "--", sys.executable, "-m", "fsdp_jax.cli", *train]
+    local = f"--local-checkpoints={folder / 'local'}"
+    launcher = Launcher([*options, local], folder / "elastic.txt")
+    metrics = folder / "elastic.jsonl"
+    try:
+        launcher.await_that(
+            lambda: metrics.exists() and metrics.read_text().count("\n") >= 3
+        )
+        os.kill(launcher.pids()[1], signal.SIGKILL)
+        launcher.await_that(lambda: "generation 1 starts" in launcher.said)
+        launcher.process.send_signal(signal.SIGUSR1)
+        assert launcher.process.wait(200) == 0, launcher.said
+    finally:
+        launcher.process.terminate()
+        launcher.process.wait(60)
+    events = ["was ended by SIGKILL", "with 1 of 2 replicas, at places 0"]
+    for event in [*events, "with 2 of 2 replicas, at places 0, 1"]:
+        assert event in launcher.said
+    assert main([*command(folder, "alone"), *length]) == 0
+    steps, expected = zip(*losses(folder, "alone"), strict=True)
+    assert [step for step, _ in losses(folder, "elastic")] == list(steps)
+    found = [loss for _, loss in losses(folder, "elastic")]
+    # float32 sums over other devices and microbatches.
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert fsdp.checkpoint.verify(folder / "elastic").step == 60
