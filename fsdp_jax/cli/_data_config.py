@@ -71,6 +71,21 @@ class DataConfig:
         return self.seq if self.objective == "reward" else self.seq + 1
 
 
+def options_of_kind(
+    values: Mapping[str, Any], *, documents: bool, pairs: bool
+) -> dict[str, Any]:
+    """Returns options without those that a kind of data does not have.
+
+    Args:
+      values: Options by name.
+      documents: Whether the data are records, not text.
+      pairs: Whether the records are pairs, each answer of which has a row of its own.
+    """
+    if not documents:
+        return text_options(values)
+    return {name: x for name, x in values.items() if not (pairs and name == "rows")}
+
+
 def text_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options without those that text files do not have.
 

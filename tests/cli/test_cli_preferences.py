@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import dpo
@@ -92,6 +93,16 @@ def test_a_resumed_run_keeps_its_reference_on_another_mesh(run, pairs, tmp_path)
     assert main([*argv, "--data", str(pairs), "--steps", "3", *lines]) == 0
     (again,) = metrics(save)
     assert again["loss"] == pytest.approx(metrics(run)[2]["loss"], rel=ANOTHER_ORDER)
+
+
+def test_a_run_goes_on_in_its_directory_with_its_options(run, pairs, tmp_path):
+    save = tmp_path / "copy"
+    shutil.copytree(run, save)
+    lines = ["--metrics", str(save.with_suffix(".jsonl"))]
+    argv = ["train", "--resume", str(save), "--data", str(pairs), *lines]
+    assert main([*argv, "--steps", "4"]) == 0
+    (fourth,) = metrics(save)
+    assert fourth["step"] == 4
 
 
 def test_both_answers_of_a_pair_are_shown(model, pairs, capsys):

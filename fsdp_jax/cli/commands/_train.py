@@ -23,7 +23,7 @@ from fsdp_jax.cli._context_parallel import (
     abstract_rows,
     check_rows,
 )
-from fsdp_jax.cli._data_config import refuse_document_options, text_options
+from fsdp_jax.cli._data_config import options_of_kind, refuse_document_options
 from fsdp_jax.cli._decoder import (
     computed_in,
     document_loss,
@@ -268,7 +268,8 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         checkpoints=train.checkpoints,
         logs=train.logs,
         options=options_by_section(
-            train, values if documents else text_options(values)
+            train,
+            options_of_kind(values, documents=documents, pairs=config.data.has_pairs),
         ),
         metadata={},
         files=files_to_carry(origin),
