@@ -80,9 +80,12 @@ class Devices:
         initialize(config={"arguments": sys.argv[1:]})
         available = jax.devices()
         if self.devices is not None and self.devices > len(available):
+            platform = available[0].platform
+            simulated = f", or simulate them: --cpu-devices {self.devices}"
             raise ValueError(
-                f"--devices {self.devices}: there are {len(available)} "
-                f"{available[0].platform} devices."
+                f"--devices {self.devices}, but the number of {platform} devices is "
+                f"{len(available)}: give at most {len(available)}"
+                f"{simulated if platform == 'cpu' else ''}."
             )
         return available[: self.devices]
 

@@ -246,6 +246,8 @@ def conversation_record(
         prompt.
     """
     messages = fields["messages"]
+    if messages == []:
+        raise ValueError("messages is empty: give at least one of the assistant")
     listed = messages if isinstance(messages, list) else []
     roles = [m.get("role") if isinstance(m, dict) else None for m in listed]
     if not roles or not all(isinstance(role, str) for role in roles):

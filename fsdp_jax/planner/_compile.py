@@ -40,10 +40,13 @@ def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
       count: Number of GPUs; above one node, a multiple of its size.
 
     Raises:
-      ValueError: If the count makes no whole nodes, or XLA for GPUs is not installed.
+      ValueError: If the count is not positive or makes no whole nodes, or XLA for GPUs
+        is not installed.
     """
     in_node = gpu.cost.devices_per_node
-    if count < 1 or (count > in_node and count % in_node):
+    if count < 1:
+        raise ValueError(f"{count} GPUs: at least 1.")
+    if count > in_node and count % in_node:
         raise ValueError(
             f"{count} GPUs are neither a part of a node of {in_node} nor whole nodes. "
             f"Use a multiple of {in_node}."

@@ -166,6 +166,11 @@ def test_lines_that_cannot_be_used_are_listed(tmp_path):
     assert said.endswith("and 2 more")
 
 
+def test_a_conversation_without_messages_is_told_so(tmp_path):
+    with pytest.raises(ValueError, match=facts("line 1", "messages", "empty")):
+        read_records(write(tmp_path, {"messages": []}), None)
+
+
 def test_what_is_cut_and_dropped_is_said_in_numbers(chat_model, tmp_path):
     file = write(
         tmp_path,
