@@ -197,6 +197,7 @@ RESUME = "train --resume {run} --data {text} --save {new}"
             "train --hf {llama} --data {text} --steps 2 --save {text}",
             ["--save '{text}'"],
         ),
+        ("train --resume {new} --steps 9", ["--resume '{new}'", "run.yaml", "--data"]),
         ("train --resume {new} --data {text} --steps 9 --save {new}", ["'{new}'"]),
         (
             "train --resume {hollow} --data {text} --steps 9 --save {new}",
