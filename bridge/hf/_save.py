@@ -17,7 +17,8 @@ from bridge._local_path import check_local
 from bridge._new_directory import check_free, publish, temporary_directory
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import INDEX_NAME
-from bridge.hf._config import CONFIG_NAME, find_family, to_hf_config
+from bridge.hf._config import CONFIG_NAME
+from bridge.hf._score_head import Head, fields_with_head, mapping_with_head
 from bridge.models import DecoderConfig
 from bridge.streaming._export import write_weights
 from bridge.streaming._files import Entries, assign_files, entries_of, index_of
@@ -31,6 +32,7 @@ def save_hf(
     params: Any,
     config: DecoderConfig,
     *,
+    head: Head = "lm_head",
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = 5 * 10**9,
     copy_from: str | os.PathLike[str] | None = None,
@@ -49,6 +51,10 @@ def save_hf(
       path: A directory that does not exist yet, or is empty.
       params: Pytree of arrays, sharded in any way, as `load_hf` returns it.
       config: The model, written as `config.json`.
+      head: Head of the model. With "score", that of a reward model, `score.kernel` of
+        shape [embed, 1] is in place of an output projection, and the class is the
+        family's `*ForSequenceClassification` with one label. transformers reads the
+        score at the last token that is not `pad_token_id`.
       dtype: Floating dtype of the files; None keeps each leaf's own, so that what was
         loaded without a cast is written back bit by bit.
       max_shard_bytes: Bytes of tensors in a file; above it, several files and an
@@ -60,7 +66,8 @@ def save_hf(
 
     Raises:
       ValueError: If `path` is taken, or tree and config do not fit; everything that
-        does not fit is listed, and nothing is written.
+        does not fit is listed, and nothing is written. If transformers has no class of
+        the family with a score.
     """
     check_local(path, copy_from)
     path = Path(path)
@@ -70,7 +77,8 @@ def save_hf(
             check_free(path)
         sidecars = [] if copy_from is None else find_sidecars(Path(copy_from))
         leaves = named_leaves(arrays_of(params))
-        mapping = find_family(config.model_type).mapping(config)
+        fields_with_head(config, head)  # What cannot be said is refused here.
+        mapping = mapping_with_head(config, head)
         mapping.check(leaves)
         pieces = mapping.by_source()
         tensors = entries_of(pieces, leaves, dtype)
@@ -85,7 +93,7 @@ def save_hf(
             if directory is not None:
                 if len(files) > 1:
                     _write_json(directory / INDEX_NAME, index_of(files))
-                _write_configs(directory, config, tensors)
+                _write_configs(directory, config, head, tensors)
                 if copy_from is not None:
                     copy_sidecars(Path(copy_from), sidecars, directory)
                 if checksums:
@@ -102,13 +110,15 @@ def _write_checksums(directory: Path) -> None:
     (directory / "SHA256SUMS").write_text("".join(lines))
 
 
-def _write_configs(directory: Path, config: DecoderConfig, entries: Entries) -> None:
+def _write_configs(
+    directory: Path, config: DecoderConfig, head: Head, entries: Entries
+) -> None:
     # The dtype of most bytes: what transformers will load everything as.
     totals: dict[np.dtype, int] = {}
     for shape, dtype in entries.values():
         totals[dtype] = totals.get(dtype, 0) + math.prod(shape) * dtype.itemsize
     dtype = max(totals, key=lambda dtype: totals[dtype])
-    fields = to_hf_config(dataclasses.replace(config, dtype=dtype.name))
+    fields = fields_with_head(dataclasses.replace(config, dtype=dtype.name), head)
     _write_json(directory / CONFIG_NAME, fields)
     tokens = {
         name: fields[name]

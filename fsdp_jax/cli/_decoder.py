@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 import fsdp_jax as fsdp
+from bridge.hf._score_head import without_head
 from bridge.models import (
     Decoder,
     DecoderConfig,
@@ -35,7 +36,7 @@ from fsdp_jax.cli._context_parallel import (
 )
 from fsdp_jax.cli._precision import Products
 from fsdp_jax.cli._routing import CountingDecoder, Routing, router_losses
-from fsdp_jax.cli._score_head import ScoredDecoder, without_head
+from fsdp_jax.cli._score_head import ScoredDecoder
 
 Batch = Int[Array, "batch seq+1"] | dict[str, Int[Array, "batch seq"]]
 """Tokens, each but the first a target too; or both by name."""

@@ -339,8 +339,8 @@ def open_language_model(path: Path, step: int | None) -> Checkpoint:
     if is_reward_model(origin.metadata):
         raise ValueError(
             f"Step {origin.step} of '{path}' is a reward model, with a score head and "
-            "no logits: `fsdp-jax train --resume` goes on with it, and other commands "
-            "do not read it."
+            "no logits: `fsdp-jax train --resume` goes on with it, `fsdp-jax export` "
+            "writes it, and other commands do not read it."
         )
     return origin
 

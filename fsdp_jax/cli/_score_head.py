@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from bridge.hf._score_head import without_head
 from bridge.models import Decoder, DecoderConfig
 from bridge.models._linear import Linear
 
@@ -59,8 +59,3 @@ class ScoredDecoder(Decoder):
         rows = jnp.arange(states.shape[0])
         last = states[rows, is_last.argmax(axis=-1)]
         return self.score(last[:, None])[:, 0, 0].astype(jnp.float32)
-
-
-def without_head(config: DecoderConfig) -> DecoderConfig:
-    """Returns the config of a decoder without parameters of an output projection."""
-    return dataclasses.replace(config, tie_word_embeddings=True, head_bias=False)

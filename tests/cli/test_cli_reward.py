@@ -15,9 +15,9 @@ from helpers.tiny_tokenizer import write_tokenizer
 
 import bridge
 import fsdp_jax as fsdp
+from bridge.hf._score_head import without_head
 from fsdp_jax.cli import main
 from fsdp_jax.cli._decoder import plan_decoder
-from fsdp_jax.cli._score_head import without_head
 from fsdp_jax.cli._tokenizer import open_codec
 
 PAIRS = [
@@ -128,18 +128,18 @@ def test_the_sharded_loss_is_the_formula_on_one_device(run, weights, model):
 
 
 @pytest.mark.torch
-def test_the_rewards_are_those_of_transformers(run, weights, model, tmp_path):
+def test_an_export_has_the_rewards_in_transformers(run, model, tmp_path, capsys):
     import torch
     import transformers
 
-    body = {name: tree for name, tree in weights.raw_mapping.items() if name != "score"}
-    config = without_head(bridge.from_hf_config(model))
-    bridge.save_hf(tmp_path / "body", nnx.State(body), config)
-    theirs = transformers.LlamaForSequenceClassification.from_pretrained(
-        tmp_path / "body", num_labels=1, pad_token_id=0, dtype=torch.float32
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--step", str(STEPS - 1)]) == 0
+    assert "pad_token_id is None" in capsys.readouterr().err
+    theirs, loaded = transformers.AutoModelForSequenceClassification.from_pretrained(
+        out, pad_token_id=0, dtype=torch.float32, output_loading_info=True
     )
-    kernel = np.array(weights["score"]["kernel"][...])
-    theirs.score.weight.data = torch.from_numpy(kernel.T.copy())
+    assert type(theirs).__name__ == "LlamaForSequenceClassification"
+    assert not any(loaded.values())
     rows = documents(model)
     longest = max(map(len, rows))
     ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in rows])
@@ -223,7 +223,7 @@ def test_records_that_are_no_pairs_are_named(record, named, model, tmp_path, cap
 @pytest.mark.parametrize(
     "command",
     [
-        ["export", "RUN", "OUT"],
+        ["export", "RUN", "OUT", "--megatron", "torch_dist"],
         ["generate", "RUN", "--prompt", "1"],
         ["inspect", "RUN"],
     ],
@@ -232,5 +232,6 @@ def test_other_commands_refuse_a_reward_model(command, run, tmp_path, capsys):
     places = {"RUN": run, "OUT": tmp_path / "out"}
     assert main([str(places.get(word, word)) for word in command]) == 2
     told = capsys.readouterr().err
-    assert all(fact in told for fact in ("reward model", str(run), "--resume"))
+    way_out = "--megatron" if command[0] == "export" else "--resume"
+    assert all(fact in told for fact in ("reward model", str(run), way_out))
     assert not (tmp_path / "out").exists()

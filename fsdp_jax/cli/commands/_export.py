@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
+import numpy as np
 import tyro
 from jax.sharding import Mesh
 
@@ -19,9 +20,9 @@ from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._hub import check_push, push
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._megatron import Format, MegatronLayout, OptimizerFormat
-from fsdp_jax.cli._model_source import Checkpoint, open_language_model
+from fsdp_jax.cli._model_source import Checkpoint, open_checkpoint
 from fsdp_jax.cli._options import Devices, Group, Unset
-from fsdp_jax.cli._train_config import adapter_of
+from fsdp_jax.cli._train_config import adapter_of, is_reward_model
 from fsdp_jax.cli._trained_adam import load_trained_adam
 
 
@@ -76,10 +77,13 @@ class Export:
         if self.push is not None:
             check_push(self.push)
         mesh = fsdp.make_mesh(devices=self.where.pick())
-        origin = open_language_model(self.checkpoint, self.step)
+        origin = open_checkpoint(self.checkpoint, self.step)
+        scored = is_reward_model(origin.metadata)
+        if scored:
+            self._check_scored(origin)
         if self.ema:
             origin = averaged(origin)
-        plan = plan_decoder(origin.config, mesh)
+        plan = plan_decoder(origin.config, mesh, scored=scored)
         if self.adapter:
             self._write_adapter(origin, plan)
             self._push(origin)
@@ -98,12 +102,32 @@ class Export:
                     self.out,
                     params,
                     origin.config,
+                    head="score" if scored else "lm_head",
                     dtype=self.dtype,
                     copy_from=self.tokenizer or origin.files,
                     progress=progress,
                 )
         print(f"step {origin.step} of {self.checkpoint} is now in {self.out}")
         self._push(origin)
+
+    def _check_scored(self, origin: Checkpoint) -> None:
+        """Refuses what a reward model does not have."""
+        given = {
+            "--adapter": self.adapter,
+            f"--megatron {self.megatron}": self.megatron is not None,
+        }
+        if wrong := [option for option, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"Step {origin.step} of '{self.checkpoint}' is a reward model, with a "
+                f"score head: leave out {', '.join(wrong)}."
+            )
+        padding, ends = origin.config.pad_token_id, origin.config.eos_token_id
+        if padding is None or padding == ends or np.isin(padding, ends or ()):
+            say(
+                f"pad_token_id is {padding}: before transformers scores several rows, "
+                "give the model one that is no end of a text, since it reads the score "
+                "at the last token that is no padding"
+            )
 
     def _push(self, origin: Checkpoint) -> None:
         if self.push is None or jax.process_index() > 0:
