@@ -239,7 +239,7 @@ def test_a_node_hides_what_it_sends_when_compiled_anew(tmp_path):
     found = run_benchmark("overlap.py", *forms, "--force", "--out", out)
     compared = found["compared"]["fsdp_jax"]
     assert compared["exposed_of_step"] <= 0.015
-    assert compared["faster_than_annotations"] >= 1.25
+    assert compared["faster_than_annotations"] >= 1.1
     annotations, ours = found["rows"]
     assert annotations["exposed_of_step"] > 0.1  # it could be missed
     assert max(row["floor_ms"] / row["step_ms"] for row in (annotations, ours)) <= 1
