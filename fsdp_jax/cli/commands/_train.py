@@ -179,9 +179,7 @@ class Train:
         config = _merge_options(self, origin, stored)
         objective = config.data.objective
         if config.data.has_pairs:
-            groups = (self.mesh, self.start, self.batches, self.evaluation)
-            fused = self.precision.fused_loss
-            check_preferences(self.save, *groups, objective=objective, fused=fused)
+            _check_pairs(self, config)
         plan = _make_plan(self, config, origin, mesh)
         data = read_data(self.data, origin, config.data, _share(self))
         metadata = make_metadata(origin.config, config, data, resumed)
@@ -216,6 +214,12 @@ class Train:
             batches = batches_of(data, config.data, fsdp.host_shard(mesh))
         move_to(batches, stored, config.data)
         run_steps(run, plan, tx, make_state, batches)
+
+
+def _check_pairs(train: Train, config: TrainConfig) -> None:
+    groups = (train.mesh, train.start, train.batches, train.evaluation)
+    fused, objective = train.precision.fused_loss, config.data.objective
+    check_preferences(train.save, *groups, objective=objective, fused=fused)
 
 
 def _make_plan(
