@@ -11,7 +11,16 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb
 
 
 def draw(rows: Sequence[Compared], path: str | Path) -> None:
-    """Saves a plot with a dot a row, filled where it was held back from the fit."""
+    """Saves a plot with a dot a row, filled where it was held back from the fit.
+
+    The same rows give the same bytes, so that a new report changes its picture only
+    where a prediction changed.
+
+    Args:
+      rows: Published steps with their predictions.
+      path: File of the plot, an SVG.
+    """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6.5), layout="constrained")
@@ -36,7 +45,9 @@ def draw(rows: Sequence[Compared], path: str | Path) -> None:
     axes.set_ylabel("predicted seconds a step; dotted: 10 % off")
     axes.set_title("Published training steps and the planner's predictions")
     axes.legend(fontsize=7)
-    figure.savefig(path, dpi=130)
+    # Names of shapes are random without a salt, and a date is written by default.
+    with rc_context({"svg.hashsalt": "fsdp_jax"}):
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _short(source: str) -> str:

@@ -86,7 +86,7 @@ def main() -> None:
     building.add_argument("--minutes", type=float, default=40, help="CPU time to use")
     commands.add_parser("fit", help="print constants that match the rows for the fit")
     reporting = commands.add_parser("report", help="write the errors of all rows")
-    reporting.add_argument("--picture", help="draw predicted against published here")
+    reporting.add_argument("--picture", help="SVG to draw the errors in")
     result.add_arguments(reporting)
     args = parser.parse_args()
     if args.command == "build":

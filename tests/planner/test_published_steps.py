@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from published_errors import Constants, compared, predict, report, summary
 from published_losses import LOSSES
+from published_picture import draw
 from published_rows import SCHEDULES, program_of, read_index, read_rows
 from published_rows import reason_not_built as reason
 
@@ -43,6 +44,14 @@ def test_every_row_is_predicted_or_has_a_reason(reported):
 def test_the_report_is_what_the_kept_schedules_say(rows, reported):
     again = json.loads(json.dumps(report(rows)))
     assert again == {key: reported[key] for key in again}
+
+
+def test_the_picture_of_the_report_has_the_same_bytes_for_the_same_rows(rows, tmp_path):
+    pictures = [tmp_path / "first.svg", tmp_path / "again.svg"]
+    for picture in pictures:
+        draw(rows, picture)
+    first, again = (picture.read_bytes() for picture in pictures)
+    assert first == again
 
 
 def test_the_range_that_plans_print_is_that_of_the_report(reported):
