@@ -25,6 +25,9 @@ ASKED_IN_VAIN = frozenset(
     """.split()
 )
 
+# What the output of a model and its argument are called: by 5.24, then before it.
+CACHES = {"cache", "past_key_values", "cache_params"}
+
 
 def test_the_names_are_those_of_the_transformers_that_is_installed():
     common, own = transformers_fields.known_fields()
@@ -93,6 +96,6 @@ def logits_of(config: PreTrainedConfig) -> torch.Tensor:
     tokens = torch.arange(12)[None] % SIZES["vocab_size"]
     with torch.no_grad():
         out = model(tokens, labels=tokens, use_cache=True)
-        name = "past_key_values" if "past_key_values" in out else "cache_params"
+        (name,) = CACHES & set(out)
         more = model(tokens[:, :1], **{name: out[name]})
     return torch.cat([out.logits, more.logits], 1)
