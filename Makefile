@@ -7,12 +7,17 @@
 #   make test TORCH=torch==2.12.0      another version
 #   make test TORCH= EXTRAS=test PYTEST="-m 'not torch and not slow and not long'"    no torch at all
 #   make test EXTRAS=test,torch    without XLA's compiler for GPUs (600 MB), and its tests
+#
+# The versions are those of tests/constraints.txt, so that a release of another project
+# fails nothing here until somebody takes it up; it says nothing to who installs fsdp-jax.
+#   make test CONSTRAINTS=         the newest of everything
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,torch,plan,docs
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+CONSTRAINTS ?= tests/constraints.txt
 PYTEST ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -22,7 +27,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-distributed test-foreign test-foreign-installed test-long durations notebooks figures lint docs clean
+.PHONY: help demo test test-all test-distributed test-foreign test-foreign-installed test-long durations constraints notebooks figures lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list.
@@ -46,7 +51,7 @@ test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several proc
 
 # In an environment of its own: what others need may not fit what the tests need.
 test-foreign:  ## Train models of other packages, in an environment of their own with these.
-	$(MAKE) test-foreign-installed VENV=.venv-foreign EXTRAS=test,foreign TORCH=
+	$(MAKE) test-foreign-installed VENV=.venv-foreign EXTRAS=test,foreign TORCH= CONSTRAINTS=
 
 test-foreign-installed: $(INSTALLED)
 	$(BIN)/pytest -m foreign tests/foreign $(PYTEST)
@@ -57,6 +62,9 @@ test-long: $(INSTALLED)  ## Run the tests that take minutes; their outcome goes 
 durations: $(INSTALLED)  ## Run all tests, and record what each takes: that decides who runs it.
 	$(BIN)/pytest $(DIST) -m "not long or grid" --junitxml=build/junit.xml $(PYTEST)
 	$(BIN)/python tests/record_durations.py build/junit.xml
+
+constraints: $(INSTALLED)  ## Keep the versions that are installed as those that the tests run with.
+	$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' >tests/constraints.txt
 
 notebooks: $(INSTALLED)  ## Run the notebooks anew, and keep what they show.
 	$(BIN)/python notebooks/run_notebooks.py
@@ -77,7 +85,7 @@ clean:  ## Remove the environments and the caches.
 	rm -rf .venv .venv312 .venv-foreign build dist .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find fsdp_jax bridge tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
 	  "Python >= 3.11 is needed, and $(PYTHON) is %d.%d: name another, as in" \
 	  " `make PYTHON=python3.12`." % sys.version_info[:2])'
@@ -85,5 +93,5 @@ $(INSTALLED): pyproject.toml
 ifneq ($(strip $(TORCH)),)
 	$(BIN)/python -m pip install --no-deps "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 endif
-	$(BIN)/python -m pip install -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install -e ".[$(EXTRAS)]" $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 	@touch $@

@@ -127,6 +127,15 @@ def test_both_lanes_have_their_python():
     assert newest == "3.12" and set(pythons.values()) == {"3.11"}
 
 
+def test_only_the_lane_with_the_newest_takes_up_releases_unasked():
+    newest = {name for name, words in lanes().items() if "CONSTRAINTS=" in words}
+    assert newest == {"test-newest-jax"}
+    pinned = (ROOT / "tests/constraints.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in pinned)
+    assert {"jax", "flax", "optax", "orbax-checkpoint", "transformers"} <= set(versions)
+    assert "torch" not in versions  # TORCH= names it, with the build
+
+
 def test_the_jobs_of_the_forge_are_whole():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
