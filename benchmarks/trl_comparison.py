@@ -5,10 +5,10 @@
 
 Trains a Llama of 20M parameters from the same weights in float32, on conversations
 (`fsdp-jax train`, against TRL's SFTTrainer on transformers' Trainer), and on pairs of
-answers (`examples/dpo.py`, against TRL's DPOTrainer). TRL gets the conversations and
-pairs as they are, in the order in which ours are drawn, and its own tokenization,
-masks, loss, clipping, schedule and optimizer do the rest. In the middle ours is saved,
-and resumed on another mesh.
+answers (`fsdp-jax train --objective dpo`, against TRL's DPOTrainer). TRL gets the
+conversations and pairs as they are, in the order in which ours are drawn, and its own
+tokenization, masks, loss, clipping, schedule and optimizer do the rest. In the middle
+ours is saved, and resumed on another mesh.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from typing import Any
 
 import result
 
-sys.path.insert(0, str(result.ROOT / "examples"))
-
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|end|>"
@@ -37,7 +35,7 @@ TEMPLATE = (
 )
 SPECIALS = ["<|user|>", "<|assistant|>", "<|end|>", "<pad>"]
 BATCH, SEQ, LR, WARMUP, CLIP, DECAY, SEED = 8, 64, 1e-3, 5, 1.0, 0.1, 3
-DPO_LR, BETA = 1e-4, 0.1
+DPO_LR, DPO_SEQ, BETA = 1e-4, 32, 0.1
 TOLERANCE = 1e-4
 """Relative: two frameworks sum in other orders, and 50 updates carry it on."""
 
@@ -115,17 +113,31 @@ def write_lines(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def our_sft(folder: Path, steps: int) -> list[float]:
+    """Trains on conversations."""
+    options = f"--seq {SEQ} --rows pad --lr {LR} --lr-schedule cosine"
+    options += f" --warmup {WARMUP} --weight-decay {DECAY}"
+    return _trained(folder, "chats.jsonl", folder / "sft", options, steps)
+
+
+def our_dpo(folder: Path, steps: int) -> list[float]:
+    """Trains on pairs of answers."""
+    options = f"--objective dpo --dpo-beta {BETA} --seq {DPO_SEQ} --lr {DPO_LR}"
+    options += " --lr-schedule linear --weight-decay 0"
+    return _trained(folder, "pairs.jsonl", folder / "dpo", options, steps)
+
+
+def _trained(
+    folder: Path, data: str, save: Path, options: str, steps: int
+) -> list[float]:
     """Trains half of the steps on 2 devices, and resumes on 4 as HSDP."""
-    metrics, save = folder / "sft.jsonl", folder / "sft"
-    options = f"--batch {BATCH} --seq {SEQ} --seed {SEED} --rows pad --lr {LR}"
-    options += f" --lr-schedule cosine --warmup {WARMUP} --lr-steps {steps}"
-    options += f" --clip {CLIP} --weight-decay {DECAY}"
+    metrics = save.with_suffix(".jsonl")
+    options += f" --batch {BATCH} --seed {SEED} --lr-steps {steps} --clip {CLIP}"
     start = ["--hf", str(folder / "model"), *options.split(), "--devices", "2"]
     half = steps // 2
     resume = ["--resume", str(save), "--devices", "4", "--dp-outer", "2"]
     for more, last in ((start, half), (resume, steps)):
         command = [sys.executable, "-m", "fsdp_jax.cli", "train", *more]
-        command += ["--data", str(folder / "chats.jsonl"), "--save", str(save)]
+        command += ["--data", str(folder / data), "--save", str(save)]
         command += ["--metrics", str(metrics), "--steps", str(last)]
         subprocess.run([*command, "--cpu-devices", "4"], check=True)
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
@@ -183,34 +195,19 @@ def their_sft(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
     return _losses(trainer)
 
 
-def our_dpo(folder: Path, steps: int) -> list[float]:
-    """Trains by the example."""
-    import dpo
-
-    options = dpo.Options(
-        folder / "model",
-        folder / "pairs.jsonl",
-        folder / "dpo",
-        steps=steps,
-        batch=BATCH,
-        seq=32,
-        lr=DPO_LR,
-        beta=BETA,
-        seed=SEED,
-        eos="<|end|>",
-    )
-    return [each["loss"] for each in dpo.train(options)]
-
-
-def dpo_order(rows: Sequence[Any], steps: int) -> list[Any]:
+def dpo_order(folder: Path, rows: Sequence[Any], steps: int) -> list[Any]:
     """Returns the pairs in the order in which ours are drawn."""
-    import dpo
-    import numpy as np
+    from fsdp_jax.cli._data import origins
+    from fsdp_jax.cli._model_source import open_any
+    from fsdp_jax.cli._train_config import config_of
+    from fsdp_jax.cli._training_data import read_data
 
-    columns = {"mask": np.arange(len(rows))}
-    options = dpo.Options(Path(), Path(), Path(), batch=BATCH, seed=SEED)
-    endless = dpo.batches(columns, options)
-    return [rows[index] for _ in range(steps) for index in next(endless)["mask"]]
+    values = {"tokenizer": "model", "batch": BATCH, "seq": DPO_SEQ, "seed": SEED}
+    config = config_of({**values, "objective": "dpo"}).data
+    origin = open_any(str(folder / "model"))
+    data = read_data([folder / "pairs.jsonl"], origin, config, None)
+    found = origins(data.sources, data.weights, SEED, range(steps * BATCH))
+    return [rows[index] for _, index in found]
 
 
 def their_dpo(folder: Path, rows: Sequence[Any], steps: int) -> list[float]:
@@ -325,7 +322,8 @@ def main() -> None:
             rows = answers(64)
             write_lines(folder / "pairs.jsonl", rows)
             ours = our_dpo(folder, 20)
-            found["dpo"] = compare(ours, their_dpo(folder, dpo_order(rows, 20), 20))
+            theirs = their_dpo(folder, dpo_order(folder, rows, 20), 20)
+            found["dpo"] = compare(ours, theirs)
     for name in args.only:
         print(f"{name}: {found[name]['largest_relative_difference']:.1e}")
     result.write(args, conditions, found)

@@ -204,7 +204,9 @@ def test_of_tokens_a_part_crosses_tp_and_of_matrices_nothing(llama):
     assert max(c.size for c in across) == whole
     # Each matrix is gathered over data axes at tp width.
     over_data = [c for c in found if c.op == "all-gather" and group_size(c.groups) == 2]
-    split = [param for param in llama.plan.param_plans if param.tensor_dim is not None]
+    split = [
+        param for param in llama.plan.param_plans if param.split.tensor_dim is not None
+    ]
     widths = {int(np.prod(param.shape[param.num_stacked :])) // tp for param in split}
     assert widths <= {c.size for c in over_data}
 

@@ -42,7 +42,7 @@ def kept(
         planned
         for planned in expected
         if planned.kind == "gather"
-        and planned.param.reshard
+        and planned.param.unit_policy.reshard
         and planned.param.unit != ROOT
         if planned.param.ndim_in_unit > 1
     ]

@@ -23,7 +23,9 @@ def over_tp(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Differe
     the scope of `sequence_parallel` are activations, whatever their dims.
     """
     split = [
-        r for r in plan.param_plans if r.tensor_dim is not None and r.ndim_in_unit > 1
+        r
+        for r in plan.param_plans
+        if r.split.tensor_dim is not None and r.ndim_in_unit > 1
     ]
     for one in arrays:
         if one.axes != ("tp",) or one.op != "all-gather":
@@ -49,7 +51,9 @@ def _unsharded_dims(plan: Plan, param: ParamPlan) -> list[Dims]:
     forms = []
     for sliced in (False, True):
         dims = list(dims_of(plan, param, (), sliced=sliced))
-        assert param.tensor_dim is not None
-        dims[param.tensor_dim - (len(param.shape) - len(dims))] *= plan.mesh.shape["tp"]
+        assert param.split.tensor_dim is not None
+        dims[param.split.tensor_dim - (len(param.shape) - len(dims))] *= (
+            plan.mesh.shape["tp"]
+        )
         forms.append(tuple(dims))
     return forms

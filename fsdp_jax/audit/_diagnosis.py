@@ -126,13 +126,13 @@ def _suspects(
 
 def _at_full_width(tp: int, planned: ExpectedCollective) -> Dims | None:
     """Returns the dims of a weight that tp does not split."""
-    dim = planned.param.tensor_dim
+    dim = planned.param.split.tensor_dim
     return None if dim is None or tp == 1 else _times(planned, dim, tp)
 
 
 def _of_all_experts(ep: int, planned: ExpectedCollective) -> Dims | None:
     """Returns the dims of a weight with the experts of all ranks."""
-    dim = planned.param.expert_dim
+    dim = planned.param.split.expert_dim
     return None if dim is None else _times(planned, dim, ep)
 
 

@@ -79,7 +79,7 @@ def dims_of(
       axes: Data axes that split it.
       sliced: Whether to drop the stacked dims, for the slice of one unit.
     """
-    dims = param.on_device(plan.mesh, param.padded_shape, axes)
+    dims = param.split.on_device(plan.mesh, param.padded_shape, axes)
     return dims[param.num_stacked if sliced else 0 :]
 
 
@@ -112,7 +112,7 @@ def _expected_of(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
                 view(dims_of(plan, param, places.parameter, sliced=False)),
                 1,
             )
-    if not param.frozen:
+    if not param.is_frozen:
         yield from _reductions(plan, param)
 
 
@@ -129,7 +129,9 @@ def _largest(plan: Plan) -> Iterator[ExpectedCollective]:
     for axes in dict.fromkeys(param.placements.optimizer for param in scaled):
         own = [param for param in scaled if param.placements.optimizer == axes]
         stacks = [
-            param.on_device(plan.mesh, param.padded_shape, ())[: param.num_stacked]
+            param.split.on_device(plan.mesh, param.padded_shape, ())[
+                : param.num_stacked
+            ]
             for param in own
         ]
         dims = (sum(map(math.prod, stacks)),)

@@ -57,7 +57,7 @@ def sizes_of(expected: Sequence[ExpectedCollective]) -> Sizes:
     sizes: dict[str, dict[Key, int]] = {}
     for planned in expected:
         param = planned.param
-        is_kept = not param.reshard or param.unit == ROOT
+        is_kept = not param.unit_policy.reshard or param.unit == ROOT
         if planned.kind != "gather" or is_kept or param.ndim_in_unit < 2:
             continue
         own = sizes.setdefault(planned.param.unit, {})

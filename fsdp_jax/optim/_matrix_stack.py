@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from fsdp_jax._tree import WholeLeaf
-from fsdp_jax.sharding._param_plan import spec_of_split
+from fsdp_jax.sharding._param_split import spec_of_split
 
 
 @dataclasses.dataclass(frozen=True)

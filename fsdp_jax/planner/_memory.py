@@ -130,7 +130,10 @@ class _Walk:
     def __init__(self, plan: Plan, grads: set):
         self.grads = grads
         self.unsharded = {
-            (param.on_device(plan.mesh, param.shape, ())[param.num_stacked :], dtype)
+            (
+                param.split.on_device(plan.mesh, param.shape, ())[param.num_stacked :],
+                dtype,
+            )
             for param in plan.param_plans
             for dtype in (param.precision.grad_comm, param.precision.param)
         }

@@ -15,7 +15,10 @@ from fsdp_jax.sharding._mesh import make_mesh as make_mesh
 from fsdp_jax.sharding._offload import OffloadPolicy as OffloadPolicy
 from fsdp_jax.sharding._padded import Padded as Padded
 from fsdp_jax.sharding._padded import unpack as unpack
+from fsdp_jax.sharding._param_plan import ParamKind as ParamKind
 from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
+from fsdp_jax.sharding._param_plan import UnitPolicy as UnitPolicy
+from fsdp_jax.sharding._param_split import ParamSplit as ParamSplit
 from fsdp_jax.sharding._pipeline_config import PipelineConfig as PipelineConfig
 from fsdp_jax.sharding._plan import Plan as Plan
 from fsdp_jax.sharding._precision import MixedPrecisionPolicy as MixedPrecisionPolicy

@@ -122,7 +122,7 @@ class FSDPConfig:
     Examples:
       >>> config = fsdp.FSDPConfig(zero_dp_strategy="optim", replicated=("head",))
       >>> plan = fsdp.fully_shard(make_model, mesh, [fsdp.Stacked("layers")], config)
-      >>> {param.name: param.dim for param in plan.param_plans}
+      >>> {param.name: param.split.dim for param in plan.param_plans}
       {'head': None, 'layers.w': 1}
 
     Source: FSDP2 `fully_shard(reshard_after_forward=, mp_policy=)`.

@@ -72,7 +72,10 @@ def _misfits(
             f"ep={ep} does not divide '{param.name}' {param.shape}: dim {at}, of "
             f"{param.shape[at]} experts"
         )
-    if param.expert_dim is not None and param.expert_dim == param.tensor_dim:
+    if (
+        param.split.expert_dim is not None
+        and param.split.expert_dim == param.split.tensor_dim
+    ):
         wrong.append(f"'{param.name}' {param.shape}: dim {at} is split over tp already")
     if any(matches(pattern, param.name) for pattern in config.replicated):
         wrong.append(f"'{param.name}' is to be replicated (replicated=...)")

@@ -29,8 +29,10 @@ from fsdp_jax.sharding._mesh import (
 )
 from fsdp_jax.sharding._model_def import MakeModel, ModelDef, describe
 from fsdp_jax.sharding._offload import check_memory
+from fsdp_jax.sharding._param_plan import ROOT, ParamKind, ParamPlan, UnitPolicy
+from fsdp_jax.sharding._param_split import ParamSplit
 from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
-from fsdp_jax.sharding._plan import ROOT, ParamPlan, Plan
+from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._precision import Precision
 from fsdp_jax.sharding._stages import Stages
 from fsdp_jax.sharding._unit_methods import resolve_methods
@@ -176,13 +178,14 @@ def _plan_param(
     num_shards = num_devices(mesh, placements.optimizer)
     if name not in model.factors | model.codes:
         tensor_dim = _tensor_dim(param, mesh, config, num_shards)
-        param = dataclasses.replace(param, tensor_dim=tensor_dim)
-    if not _should_split(param, config):
+        param = _with_split(param, tensor_dim=tensor_dim)
+    if name in model.overwrite_with_gradient or not _should_split(param, config):
         return param
     dim, padding = _split_dim(param, mesh, num_shards)
     if dim is None or num_shards == 1:
         return param
-    param = dataclasses.replace(param, dim=dim, padding=padding, placements=placements)
+    param = _with_split(param, dim=dim, padding=padding)
+    param = dataclasses.replace(param, placements=placements)
     return dataclasses.replace(param, gather=_param_gather(param, config))
 
 
@@ -196,29 +199,41 @@ def _unsplit(
     model: ModelDef,
 ) -> ParamPlan:
     """Returns the plan of a parameter before any data axis splits it."""
-    frozen = name in model.frozen or any(matches(p, name) for p in config.frozen)
+    kind = _kind(name, config, model)
     return ParamPlan(
         name=name,
         shape=tuple(leaf.shape),
         unit=unit,
         num_stacked=num_stacked,
-        dim=None,
-        padding=0,
-        tensor_dim=None,
-        expert_dim=expert_dim(name, leaf.shape, num_stacked, mesh, config),
-        is_under_tp=mesh.shape["tp"] > 1,
+        kind=kind,
+        split=ParamSplit(
+            expert_dim=expert_dim(name, leaf.shape, num_stacked, mesh, config)
+        ),
         placements=Placements((), (), ()),
-        precision=_precision(name, leaf.dtype, config, model, frozen=frozen),
-        frozen=frozen,
-        reshard=config.reshard_after_forward and unit != ROOT,
-        remat_policy=config.remat_policy,
-        prefetch=config.prefetch if axes_in_use(mesh, DATA_AXES) else 0,
-        overwrite_with_gradient=name in model.overwrite_with_gradient,
+        precision=_precision(name, leaf.dtype, config, model, kind),
+        unit_policy=UnitPolicy(
+            reshard=config.reshard_after_forward and unit != ROOT,
+            remat_policy=config.remat_policy,
+            prefetch=config.prefetch if axes_in_use(mesh, DATA_AXES) else 0,
+        ),
+        is_under_tp=mesh.shape["tp"] > 1,
     )
 
 
+def _kind(name: str, config: FSDPConfig, model: ModelDef) -> ParamKind:
+    if name in model.frozen or any(matches(p, name) for p in config.frozen):
+        return ParamKind.FROZEN
+    if name in model.overwrite_with_gradient:
+        return ParamKind.OVERWRITTEN
+    return ParamKind.TRAINED
+
+
+def _with_split(param: ParamPlan, **dims: Any) -> ParamPlan:
+    return dataclasses.replace(param, split=dataclasses.replace(param.split, **dims))
+
+
 def _precision(
-    name: str, dtype: Any, config: FSDPConfig, model: ModelDef, *, frozen: bool
+    name: str, dtype: Any, config: FSDPConfig, model: ModelDef, kind: ParamKind
 ) -> Precision:
     """Returns the dtypes of a parameter: the policy's, but for what they would harm."""
     precision = config.mp_policy.resolve(name, dtype)
@@ -227,7 +242,7 @@ def _precision(
         return Precision(*(4 * [dtype]), accumulate_wide=False)
     if name in model.factors:
         return dataclasses.replace(precision, param=precision.main_params)
-    if frozen:  # Never updated, so the compute dtype loses nothing.
+    if kind is ParamKind.FROZEN:  # Never updated, so the compute dtype loses nothing.
         return dataclasses.replace(precision, main_params=precision.param)
     return precision
 
@@ -236,7 +251,7 @@ def _staged(param: ParamPlan, mesh: Mesh, config: FSDPConfig) -> ParamPlan:
     """Returns a parameter of the stack that pipeline stages split."""
     virtual_stages = config.pipeline.virtual_stages
     stages = Stages(param.shape[0], mesh.shape["pp"], virtual_stages)
-    return dataclasses.replace(param, is_staged=True, stage_padding=stages.padding)
+    return _with_split(param, is_staged=True, stage_padding=stages.padding)
 
 
 def _split_dim(param: ParamPlan, mesh: Mesh, num_shards: int) -> tuple[int | None, int]:
@@ -245,12 +260,12 @@ def _split_dim(param: ParamPlan, mesh: Mesh, num_shards: int) -> tuple[int | Non
         param.shape,
         num_shards,
         num_stacked=param.num_stacked,
-        without=(param.tensor_dim, param.expert_dim),
+        without=(param.split.tensor_dim, param.split.expert_dim),
     )
     if dim is not None and not padding:
         return dim, 0
     # The dim that tp splits is preferred to padding.
-    tensor_dim = param.tensor_dim
+    tensor_dim = param.split.tensor_dim
     if tensor_dim is not None and _divide_one_dim(param, tensor_dim, mesh, num_shards):
         return tensor_dim, 0
     return dim, padding
@@ -341,10 +356,9 @@ def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
 
 
 def _should_split(param: ParamPlan, config: FSDPConfig) -> bool:
-    """Returns False for scalars, fp8 state and what the config replicates."""
+    """Returns False for scalars and what the config replicates."""
     return (
         param.ndim_in_unit > 0
-        and not param.overwrite_with_gradient
         and math.prod(param.shape) >= config.min_shard_elements
         and not any(matches(p, param.name) for p in config.replicated)
     )

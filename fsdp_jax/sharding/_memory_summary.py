@@ -46,15 +46,15 @@ def _not_ahead(mesh: Mesh, params: Sequence[ParamPlan]) -> str | None:
     split = [
         param
         for param in params
-        if not _is_always_unsharded(param) and param.dim is not None
+        if not _is_always_unsharded(param) and param.split.dim is not None
     ]
     size = format_bytes(sum(_unsharded_bytes(mesh, param) for param in split))
-    if split and not split[0].prefetch:
+    if split and not split[0].unit_policy.prefetch:
         return (
             f"units gathered ahead: none (prefetch=0); XLA may hold up to {size} of "
             "unrolled units unsharded, and a scan waits for each gather"
         )
-    if split and not split[0].reshard:
+    if split and not split[0].unit_policy.reshard:
         return (
             "units gathered ahead: none in a scan (reshard_after_forward=False), which "
             f"waits for each gather; {size} stay unsharded until backward has used them"
@@ -126,7 +126,7 @@ def _unsharded_bytes(mesh: Mesh, param: ParamPlan, num_stacked: int = 0) -> int:
     is gathered over these axes.
     """
     experts = mesh.shape["ep"] if param.is_expert else 1
-    parts = 1 if param.tensor_dim is None else mesh.shape["tp"]
+    parts = 1 if param.split.tensor_dim is None else mesh.shape["tp"]
     stages = mesh.shape["pp"] if param.is_staged and not num_stacked else 1
     elements = math.prod(param.shape[num_stacked:]) // experts // parts // stages
     return elements * param.precision.param.itemsize

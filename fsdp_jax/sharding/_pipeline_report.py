@@ -74,7 +74,7 @@ def _bubbles(stages: Stages) -> str:
 def _gathers(mesh: Mesh, staged: Sequence[ParamPlan]) -> str:
     """Describes how often layers are gathered, and the memory to gather them once."""
     unsharded = sum(
-        math.prod(param.on_device(mesh, param.padded_shape, ()))
+        math.prod(param.split.on_device(mesh, param.padded_shape, ()))
         * param.precision.param.itemsize
         for param in staged
     )
@@ -92,7 +92,7 @@ def _permuted_bytes(mesh: Mesh, staged: Sequence[ParamPlan]) -> int:
     for param in staged:
         sent = param.num_elements(mesh, param.placements.parameter)
         total += sent * param.precision.param.itemsize
-        if not param.frozen:
+        if not param.is_frozen:
             sent = param.num_elements(mesh, param.placements.optimizer)
             total += sent * param.precision.main_grads.itemsize
     return total

@@ -52,7 +52,7 @@ class Plan:
       ('layers',)
       >>> plan.bytes_per_device
       {'params': 384, 'grads': 384}
-      >>> {param.name: param.dim for param in plan.param_plans}
+      >>> {param.name: param.split.dim for param in plan.param_plans}
       {'head': 0, 'layers.w': 1}
     """
 
@@ -95,7 +95,7 @@ class Plan:
     def grads(self) -> PyTree:
         """Abstract gradients of `value_and_grad`; None for frozen parameters."""
         return self._unflatten(
-            None if param.frozen else self._struct(param, param.precision.main_grads)
+            None if param.is_frozen else self._struct(param, param.precision.main_grads)
             for param in self.param_plans
         )
 
@@ -151,7 +151,9 @@ class Plan:
     @property
     def prefetch(self) -> int:
         """Number of units whose weights are gathered ahead; 0 if none is split."""
-        return max((param.prefetch for param in self.param_plans), default=0)
+        return max(
+            (param.unit_policy.prefetch for param in self.param_plans), default=0
+        )
 
     @property
     def specs(self) -> PyTree:
@@ -205,7 +207,7 @@ class Plan:
         for param in self.param_plans:
             elements = param.num_elements(self.mesh, param.placements.optimizer)
             sizes["params"] += elements * param.precision.main_params.itemsize
-            if not param.frozen:
+            if not param.is_frozen:
                 sizes["grads"] += elements * param.precision.main_grads.itemsize
         return sizes
 
@@ -221,7 +223,7 @@ class Plan:
         for param in self.param_plans:
             if param.gather:
                 axes = param.placements.parameter
-                dims = list(param.on_device(self.mesh, param.padded_shape, axes))
+                dims = list(param.split.on_device(self.mesh, param.padded_shape, axes))
                 total += math.prod(dims)
                 if isinstance(param.gather, MXFP8Gather):
                     dims[param.block_dim] = num_blocks(dims[param.block_dim])
@@ -304,23 +306,23 @@ def _split(param: ParamPlan) -> str:
     axes = param.placements.optimizer
     if param.is_staged:
         parts.append("dim 0 over pp")
-    if param.stage_padding:
+    if param.split.stage_padding:
         size = param.shape[0]
-        parts.append(f"padded {size} to {size + param.stage_padding}")
-    is_one_dim = bool(axes) and param.dim == param.tensor_dim
+        parts.append(f"padded {size} to {size + param.split.stage_padding}")
+    is_one_dim = bool(axes) and param.split.dim == param.split.tensor_dim
     if is_one_dim:
-        parts.append(f"dim {param.dim} over {' x '.join(('tp', *axes))}")
+        parts.append(f"dim {param.split.dim} over {' x '.join(('tp', *axes))}")
     elif axes:
-        parts.append(f"dim {param.dim} over {' x '.join(axes)}")
-    if param.padding:
-        assert param.dim is not None
-        size = param.shape[param.dim]
-        parts.append(f"padded {size} to {size + param.padding}")
-    if param.tensor_dim is not None and not is_one_dim:
-        parts.append(f"dim {param.tensor_dim} over tp")
-    if param.expert_dim is not None:
-        parts.append(f"dim {param.expert_dim} over ep")
-    if param.frozen:
+        parts.append(f"dim {param.split.dim} over {' x '.join(axes)}")
+    if param.split.padding:
+        assert param.split.dim is not None
+        size = param.shape[param.split.dim]
+        parts.append(f"padded {size} to {size + param.split.padding}")
+    if param.split.tensor_dim is not None and not is_one_dim:
+        parts.append(f"dim {param.split.tensor_dim} over tp")
+    if param.split.expert_dim is not None:
+        parts.append(f"dim {param.split.expert_dim} over ep")
+    if param.is_frozen:
         parts.append("frozen")
     return ", ".join(parts) or "replicated"
 
@@ -330,7 +332,9 @@ def _replicated_over_tp(plan: Plan) -> list[str]:
     if plan.mesh.shape["tp"] == 1:
         return []
     return [
-        r.name for r in plan.param_plans if r.tensor_dim is None and r.ndim_in_unit > 1
+        r.name
+        for r in plan.param_plans
+        if r.split.tensor_dim is None and r.ndim_in_unit > 1
     ]
 
 
@@ -374,14 +378,14 @@ def _exceptions(plan: Plan) -> list[str]:
         more = f" and {len(state) - 5} more" if len(state) > 5 else ""
         lines.append(f"arrays, not parameters: {', '.join(state[:5])}{more}")
     lines += ignored_line(plan.model.params, plan.config.tensor_parallel)
-    if frozen := sum(param.frozen for param in plan.param_plans):
+    if frozen := sum(param.is_frozen for param in plan.param_plans):
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")
     if quantized := [param.gather.name for param in plan.param_plans if param.gather]:
         lines.append(
             f"quantized to be gathered: {len(quantized)} as {quantized[0]}, "
             f"{format_bytes(plan.quantized_bytes)} a device during a step"
         )
-    if padded := [param for param in plan.param_plans if param.padding]:
+    if padded := [param for param in plan.param_plans if param.split.padding]:
         lines.append(
             f"padded, since no dim divides: {len(padded)}, "
             f"{format_bytes(padding_bytes(plan.mesh, padded))} of zeros a device"

@@ -45,7 +45,7 @@ def _check_units(config: FSDPConfig, params: Sequence[ParamPlan]) -> None:
             "FSDPConfig(remat_policy=...) decides what a unit saves for backward, and "
             "no parameter belongs to a unit. Pass units=[LayerClass], or drop it."
         )
-    if config.lora is None and all(param.frozen for param in params):
+    if config.lora is None and all(param.is_frozen for param in params):
         raise ValueError(
             f"FSDPConfig(frozen={config.frozen}) freezes all {len(params)} "
             "parameters: nothing is left to train. Leave some out."
@@ -81,7 +81,7 @@ def _check_dims(config: FSDPConfig, params: Sequence[ParamPlan]) -> None:
 
 def _check_tensor_parallel(mesh: Mesh, params: Sequence[ParamPlan]) -> None:
     tp = mesh.shape["tp"]
-    if tp > 1 and all(param.tensor_dim is None for param in params):
+    if tp > 1 and all(param.split.tensor_dim is None for param in params):
         raise ValueError(
             f"The mesh has tp={tp}, and FSDPConfig(tensor_parallel=...) splits nothing "
             "over it: a parameter of one dim that tp and data axes do not divide "
@@ -89,9 +89,9 @@ def _check_tensor_parallel(mesh: Mesh, params: Sequence[ParamPlan]) -> None:
             "devices to dp_shard."
         )
     uneven = [
-        f"'{p.name}' {p.shape}: dim {p.tensor_dim}"
+        f"'{p.name}' {p.shape}: dim {p.split.tensor_dim}"
         for p in params
-        if p.tensor_dim is not None and p.shape[p.tensor_dim] % tp
+        if p.split.tensor_dim is not None and p.shape[p.split.tensor_dim] % tp
     ]
     if uneven:
         raise ValueError(

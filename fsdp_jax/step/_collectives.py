@@ -125,12 +125,12 @@ def fsdp_gather(
     if param.gather is not None:
         weight = _decode(param, weight)
     # The padding is zeros at the end of the split dim.
-    if param.padding:
+    if param.split.padding:
         dim = _split_dim(param, weight)
         weight = lax.slice_in_dim(
-            weight, 0, weight.shape[dim] - param.padding, axis=dim
+            weight, 0, weight.shape[dim] - param.split.padding, axis=dim
         )
-    return _with_factored_dim(param, weight, -1) if param.is_factored else weight
+    return _with_factored_dim(param, weight, -1) if param.split.is_factored else weight
 
 
 def _gather_forward(
@@ -151,21 +151,21 @@ def _gather_backward(
     value, accumulated_grad = residuals
     if value is not None:
         return marked_zeros(param, value), None, None
-    if param.frozen:
+    if param.is_frozen:
         return None, None, None
     # The steps of forward in reverse: the factored dim, the padding, the collective.
-    if param.is_factored:
-        dim = param.tensor_dim
+    if param.split.is_factored:
+        dim = param.split.tensor_dim
         assert dim is not None
         grad = _with_factored_dim(param, grad, param.shape[dim], param.shape[dim + 1])
-    if reduction.scale != 1.0 and not param.overwrite_with_gradient:
+    if reduction.scale != 1.0 and not param.is_overwritten:
         # In the wide dtype, and after backward: the loss itself, scaled, would make the
         # small gradients of a float16 model vanish.
         wide = jnp.promote_types(grad.dtype, jnp.float32)
         grad = grad.astype(wide) * jnp.asarray(reduction.scale, wide)
-    if param.padding:
+    if param.split.padding:
         widths = [(0, 0)] * grad.ndim
-        widths[_split_dim(param, grad)] = (0, param.padding)
+        widths[_split_dim(param, grad)] = (0, param.split.padding)
         grad = jnp.pad(grad, widths)
     if axes := param.placements.gradient:
         grad = _reduce_scatter(param, grad, axes)
@@ -194,7 +194,7 @@ def marked_zeros(param: ParamPlan, value: Any) -> Any:
 
 def accumulated(param: ParamPlan, grad: Array, new: Array) -> Array:
     """Adds two gradients; takes the maximum where `overwrite_with_gradient`."""
-    return jnp.maximum(grad, new) if param.overwrite_with_gradient else grad + new
+    return jnp.maximum(grad, new) if param.is_overwritten else grad + new
 
 
 def all_gather(param: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
@@ -225,7 +225,7 @@ def _decode(param: ParamPlan, quantized: Quantized) -> Array:
 
 
 def _all_reduce(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
-    reduce = lax.pmax if param.overwrite_with_gradient else lax.psum
+    reduce = lax.pmax if param.is_overwritten else lax.psum
     with jax.named_scope(ALL_REDUCE):
         return at_tp_width(param, lambda grad: reduce(grad, axes), grad)
 
@@ -254,7 +254,7 @@ def at_tp_width(param: ParamPlan, collective: Callable[[Any], Any], x: Any) -> A
     """Runs a collective over data axes on this rank's `tp` shard of a parameter."""
     if not param.is_under_tp:
         return collective(x)
-    dim = param.tensor_dim
+    dim = param.split.tensor_dim
     if dim is not None:
         # `tensor_dim` counts stacked dims, which a unit's slice does not have.
         dim -= len(param.shape) - x.ndim
@@ -263,16 +263,16 @@ def at_tp_width(param: ParamPlan, collective: Callable[[Any], Any], x: Any) -> A
 
 def _with_factored_dim(param: ParamPlan, x: Array, *sizes: int) -> Array:
     """Reshapes a unit's slice where `ParamPlan.step_layout` factored a dim into two."""
-    assert param.tensor_dim is not None
-    dim = param.tensor_dim - param.num_stacked
-    behind = param.shape[param.tensor_dim + 2 :]
+    assert param.split.tensor_dim is not None
+    dim = param.split.tensor_dim - param.num_stacked
+    behind = param.shape[param.split.tensor_dim + 2 :]
     return x.reshape(*x.shape[:dim], *sizes, *behind)
 
 
 def _split_dim(param: ParamPlan, x: Array) -> int:
     """Returns the split dim of `x`, a parameter or a unit's slice without its stack."""
-    assert param.dim is not None
-    return param.dim - (len(param.shape) - x.ndim)
+    assert param.split.dim is not None
+    return param.split.dim - (len(param.shape) - x.ndim)
 
 
 def _wrong_rank(shard: Shard) -> str:

@@ -153,7 +153,7 @@ class Stack:
             shards[0].value.shape[0],
             prefetch,
             unroll,
-            shards[0].param.remat_policy,
+            shards[0].param.unit_policy.remat_policy,
         )
 
     def values(self, shards: list[Shard], i: Any) -> Leaves:

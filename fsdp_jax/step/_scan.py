@@ -216,7 +216,7 @@ def _ahead(own: list[Shard], rest: PyTree, prefetch: int | None) -> int:
         _check_prefetch(own, rest, prefetch)
         return prefetch if own else 0
     is_staged = own and own[0].param.is_staged and not _problem(own, rest)
-    return own[0].param.prefetch if is_staged else 0
+    return own[0].param.unit_policy.prefetch if is_staged else 0
 
 
 def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:
@@ -230,7 +230,7 @@ def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:
 
 def _problem(own: list[Shard], rest: PyTree) -> str | None:
     """Returns why the units of a stack cannot be gathered ahead; None if they can."""
-    if not own[0].param.reshard:
+    if not own[0].param.unit_policy.reshard:
         return (
             "reshard_after_forward=False keeps all weights, so that backward has "
             "nothing to gather"

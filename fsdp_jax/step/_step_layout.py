@@ -32,7 +32,7 @@ def packed(plan: Plan, params: PyTree) -> list[Array]:
         values = _fetched(plan, plan.config.offload, values)
     return [
         _laid_out(plan, param, value.reshape(param.padded_shape))
-        if param.is_factored
+        if param.split.is_factored
         else value
         for param, value in zip(plan.params_in_step, values, strict=True)
     ]
@@ -49,7 +49,7 @@ def placed(plan: Plan, param: ParamPlan, grad: Array) -> Array | Padded:
     Returns:
       The gradient in the stored shape; `Padded` if the parameter is.
     """
-    if param.tensor_dim is not None:
+    if param.split.tensor_dim is not None:
         grad = grad.reshape(param.padded_shape)  # Joins a factored dim.
         grad = _laid_out(plan, param, grad)
     return Padded(grad, param.shape) if param.is_padded else grad

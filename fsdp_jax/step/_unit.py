@@ -128,7 +128,9 @@ def _gathered(
     of_parts, parts, keys = take_parts(compute, shards)
     param = parts[0].param
     with unit_scope(param.unit):
-        if not param.reshard:
+        if not param.unit_policy.reshard:
             return of_parts(unshard(parts), keys, arrays)
-        resharding = reshard_after_forward(of_parts, unshard, param.remat_policy)
+        resharding = reshard_after_forward(
+            of_parts, unshard, param.unit_policy.remat_policy
+        )
         return resharding(parts, keys, arrays)

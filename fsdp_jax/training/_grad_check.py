@@ -60,5 +60,5 @@ def raise_if_not_finite(plan: Plan, grad_peaks: Any, step: int) -> None:
 
 
 def _by_name(plan: Plan, grad_peaks: Any) -> dict[str, float]:
-    names = [param.name for param in plan.param_plans if not param.frozen]
+    names = [param.name for param in plan.param_plans if not param.is_frozen]
     return dict(zip(names, np.asarray(grad_peaks).tolist(), strict=True))

@@ -87,7 +87,7 @@ def global_grads(
         )
     loss = sharded_loss(plan, loss_fn, form)
     local = _local_grads(loss, form, num_microbatches, with_peaks=with_peaks)
-    trained = [param for param in plan.params_in_step if not param.frozen]
+    trained = [param for param in plan.params_in_step if not param.is_frozen]
     replicated = PartitionSpec()
     grad_specs = [param.spec(param.placements.optimizer) for param in trained]
     sharded = _over_mesh(
@@ -102,7 +102,7 @@ def global_grads(
         mean, aux, new_state, peaks = out
         given = iter(grads)
         stored = [
-            None if param.frozen else placed(plan, param, next(given))
+            None if param.is_frozen else placed(plan, param, next(given))
             for param in plan.param_plans
         ]
         value = ((mean, loss.aux_format.put_together(aux)), new_state, peaks)
@@ -121,7 +121,7 @@ def _local_grads(
     """
     plan, data_axes = loss.plan, axes_in_use(loss.plan.mesh, DATA_AXES)
     num_means = num_devices(plan.mesh, DATA_AXES) * num_microbatches
-    trained = [param for param in plan.params_in_step if not param.frozen]
+    trained = [param for param in plan.params_in_step if not param.is_frozen]
 
     def local(values, batch, given, model_state):
         key, loss_scale = given
@@ -193,9 +193,7 @@ def _all_divided(
     params: Sequence[ParamPlan], grads: Sequence[Array], count: Array
 ) -> list[Array]:
     pairs = zip(params, grads, strict=True)
-    return [
-        g if param.overwrite_with_gradient else _divided(g, count) for param, g in pairs
-    ]
+    return [g if param.is_overwritten else _divided(g, count) for param, g in pairs]
 
 
 def _divided(grad: Array, count: Array) -> Array:

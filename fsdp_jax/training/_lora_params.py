@@ -138,7 +138,7 @@ def with_frozen(plan: Plan, state: TrainState, params: PyTree) -> TrainState:
     packed = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
     trained = plan.treedef.flatten_up_to(state.params)
     pairs = zip(plan.param_plans, trained, packed, strict=True)
-    leaves = [given if param.frozen else own for param, own, given in pairs]
+    leaves = [given if param.is_frozen else own for param, own, given in pairs]
     return dataclasses.replace(state, params=plan.treedef.unflatten(leaves))
 
 

@@ -161,7 +161,7 @@ def _finished_in_backward(plan: Plan, gathers: dict[str, int]) -> set[str]:
     return {
         param.name
         for param in plan.params_in_step
-        if param.num_stacked and not param.frozen and gathers.get(param.name) == 1
+        if param.num_stacked and not param.is_frozen and gathers.get(param.name) == 1
     }
 
 
@@ -213,7 +213,7 @@ def shards_with_buffers(plan: Plan, values: Sequence[Any], scale: float) -> list
             # Zeros of the gradient's shape: the cotangent of this input is the
             # gradient, so its dtype and sharding can differ from those of the weight.
             None
-            if param.frozen
+            if param.is_frozen
             else _grad_buffer(plan, param, param.placements.gradient),
             None,
             param,
@@ -228,8 +228,8 @@ def _grad_buffer(plan: Plan, param: ParamPlan, axes: tuple[str, ...]) -> Array:
     shape = list(param.padded_shape)
     stack = 0 if param.is_staged else None
     for dim, split in (
-        (param.dim, axes),
-        (param.expert_dim, ("ep",)),
+        (param.split.dim, axes),
+        (param.split.expert_dim, ("ep",)),
         (stack, ("pp",)),
     ):
         if dim is not None:
@@ -237,9 +237,9 @@ def _grad_buffer(plan: Plan, param: ParamPlan, axes: tuple[str, ...]) -> Array:
     # Shapes within the step are local to the manual axes; tp is automatic, so that its
     # dim keeps the global size and is constrained below.
     zeros = jnp.zeros(shape, param.precision.main_grads)
-    if param.tensor_dim is None or not param.is_under_tp:
+    if param.split.tensor_dim is None or not param.is_under_tp:
         return zeros
-    spec = PartitionSpec(*(None,) * param.tensor_dim, "tp")
+    spec = PartitionSpec(*(None,) * param.split.tensor_dim, "tp")
     return lax.with_sharding_constraint(zeros, spec)
 
 

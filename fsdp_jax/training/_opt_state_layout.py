@@ -15,7 +15,9 @@ from fsdp_jax.sharding._config import Placements
 from fsdp_jax.sharding._fully_shard import choose_split
 from fsdp_jax.sharding._mesh import num_devices
 from fsdp_jax.sharding._padded import Padded
-from fsdp_jax.sharding._plan import ParamPlan, Plan
+from fsdp_jax.sharding._param_plan import ParamPlan
+from fsdp_jax.sharding._param_split import ParamSplit
+from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._optimizer import abstract_optimizer_state
 from fsdp_jax.training._trainable import seen_by_optimizer
 from fsdp_jax.training._unnamed import all_of, unnamed_arrays
@@ -50,7 +52,7 @@ def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
         param = _parameter_of(path, by_path)
         shape = tuple(leaf.shape)
         if param is None or shape != param.shape:
-            param = _row_of_its_own(plan, shape, param)
+            param = _array_plan(plan, shape, param)
         of = everyone if path in unnamed else ""
         spec = param.spec_with_tp(param.placements.optimizer)
         struct = jax.ShapeDtypeStruct(
@@ -72,7 +74,7 @@ def _parameter_of(
     return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
 
 
-def _row_of_its_own(
+def _array_plan(
     plan: Plan, shape: tuple[int, ...], owner: ParamPlan | None
 ) -> ParamPlan:
     """Returns the plan of an array that does not have the shape of its parameter.
@@ -92,7 +94,7 @@ def _row_of_its_own(
     if num_shards == 1:
         dim, padding = None, 0
     elif owner and _has_its_split_dim(shape, owner):
-        dim, padding = owner.dim, owner.padding
+        dim, padding = owner.split.dim, owner.split.padding
     elif owner:
         dim, padding = choose_split(shape, num_shards, num_stacked=int(is_staged))
     else:
@@ -106,13 +108,13 @@ def _row_of_its_own(
     return dataclasses.replace(
         param,
         shape=shape,
-        dim=dim,
-        padding=padding,
-        tensor_dim=None,
-        expert_dim=None,
+        split=ParamSplit(
+            dim=dim,
+            padding=padding,
+            is_staged=is_staged,
+            stage_padding=param.split.stage_padding if is_staged else 0,
+        ),
         placements=placements,
-        is_staged=is_staged,
-        stage_padding=param.stage_padding if is_staged else 0,
     )
 
 
@@ -121,7 +123,7 @@ def _has_its_split_dim(shape: tuple[int, ...], owner: ParamPlan) -> bool:
 
     Scales of 8-bit moments are such arrays: each scale is stored with its elements.
     """
-    dim = owner.dim
+    dim = owner.split.dim
     if dim is None or len(shape) != len(owner.shape):
         return False
     return shape[dim] == owner.shape[dim]

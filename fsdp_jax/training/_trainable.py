@@ -59,7 +59,7 @@ def overwrite(plan: Plan, params: PyTree, grads: PyTree) -> PyTree:
         strict=True,
     )
     return plan.treedef.unflatten(
-        grad if param.overwrite_with_gradient else leaf for param, leaf, grad in triples
+        grad if param.is_overwritten else leaf for param, leaf, grad in triples
     )
 
 
@@ -119,4 +119,4 @@ def put_frozen(plan: Plan, params: PyTree, new: PyTree) -> PyTree:
         plan.treedef.flatten_up_to(new),
         strict=True,
     )
-    return plan.treedef.unflatten(b if param.frozen else a for param, a, b in pairs)
+    return plan.treedef.unflatten(b if param.is_frozen else a for param, a, b in pairs)

@@ -69,7 +69,7 @@ def _by_name() -> optax.GradientTransformation:
 
 
 def _layer_wise(plan: fsdp.Plan) -> optax.GradientTransformation:
-    names = [p.name for p in plan.param_plans if is_matrix(p.name) and not p.frozen]
+    names = [p.name for p in plan.param_plans if is_matrix(p.name) and not p.is_frozen]
     return fsdp.optim.layer_wise(plan, _of_matrices(), _of_others(), names)
 
 

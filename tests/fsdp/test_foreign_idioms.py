@@ -234,7 +234,7 @@ def test_annotations_are_ignored_with_one_line_or_become_tp_rules(make, name, ax
     config = fsdp.FSDPConfig(tensor_parallel=rules)
     mesh = fsdp.make_mesh(tp=2, devices=jax.devices()[:2])
     split = fsdp.fully_shard(make, mesh, config=config)
-    assert {p.name: p.tensor_dim for p in split.param_plans}[name] == 1
+    assert {p.name: p.split.tensor_dim for p in split.param_plans}[name] == 1
     assert "ignored" not in str(split)
 
 

@@ -192,13 +192,13 @@ def test_scales_follow_what_the_steps_before_have_seen(delayed):
 
 def test_the_optimizer_sees_weights_alone_and_they_learn_as_in_bfloat16(delayed):
     plan, state, seen = delayed
-    held = {param.name for param in plan.param_plans if param.overwrite_with_gradient}
+    held = {param.name for param in plan.param_plans if param.is_overwritten}
     assert len(held) == 6 * 2 * LAYERS
     assert not any(
         "overwrite" in name for name, _ in fsdp.sharding.named_leaves(state.opt_state)
     )
     assert not any(
-        param.dim is not None for param in plan.param_plans if param.name in held
+        param.split.dim is not None for param in plan.param_plans if param.name in held
     )
 
     def plain(variables, batch):

@@ -93,7 +93,7 @@ def test_peaks_are_those_of_the_unsharded_gradients(plan):
     _, grads = fsdp.value_and_grad(plan, loss_fn)(state.params, batch())
     want = {name: np.abs(leaf).max() for name, leaf in named_leaves(host(grads))}
     _, metrics = step(state, batch())
-    names = [param.name for param in plan.param_plans if not param.frozen]
+    names = [param.name for param in plan.param_plans if not param.is_frozen]
     got = dict(zip(names, np.asarray(metrics["grad_peaks"]), strict=True))
     assert got.keys() == want.keys()
     for name in want:

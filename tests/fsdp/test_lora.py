@@ -113,7 +113,9 @@ def test_under_tp_gradients_are_those_without_and_the_program_is_the_plans(base)
     assert errors and max(errors.values()) < 2e-5, errors
     step = fsdp.make_train_step(plan, next_token_loss, TX)
     fsdp.audit_step(plan, step.lower(fsdp.abstract_state(plan, TX), data))
-    split = {param.name for param in plan.param_plans if param.tensor_dim is not None}
+    split = {
+        param.name for param in plan.param_plans if param.split.tensor_dim is not None
+    }
     assert ("layers.mlp.up_proj.kernel" in split) == (base is None)
     assert not any("lora" in name for name in split)
 
@@ -450,6 +452,6 @@ def test_what_is_saved_unfactored_is_trained():
     case = CASES["plain pytree"]
     options = lora("plain pytree", modules_to_save=("stack.bias", "head"))
     plan = case.plan(fsdp.make_mesh(), lora=options)
-    trained = {param.name for param in plan.param_plans if not param.frozen}
+    trained = {param.name for param in plan.param_plans if not param.is_frozen}
     assert {"stack.bias", "head", "stack.up.lora_a"} <= trained
     assert "stack.down" not in trained

@@ -89,7 +89,7 @@ def test_a_mesh_made_elsewhere_is_refused():
 def test_a_mesh_made_elsewhere_with_every_axis_is_as_good():
     sizes = (1, 1, 8, 1, 1, 1)
     mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 6)
-    assert fsdp.fully_shard(make_weights, mesh).param_plans[0].dim == 0
+    assert fsdp.fully_shard(make_weights, mesh).param_plans[0].split.dim == 0
 
 
 @pytest.mark.parametrize("axis", ["cp", "tp"])

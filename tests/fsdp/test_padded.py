@@ -77,7 +77,7 @@ def plan():
 
 
 def test_what_does_not_divide_is_padded_and_nothing_else(plan):
-    assert {param.name: param.padding for param in plan.param_plans} == {
+    assert {param.name: param.split.padding for param in plan.param_plans} == {
         "bias": 3,
         "even": 0,
         "layers.down": 3,  # 17 takes 7, so 13 it is
@@ -86,7 +86,7 @@ def test_what_does_not_divide_is_padded_and_nothing_else(plan):
         "odd": 1,
         "one": 0,
     }
-    whole = [param.name for param in plan.param_plans if param.dim is None]
+    whole = [param.name for param in plan.param_plans if param.split.dim is None]
     assert whole == ["one"]
 
 

@@ -76,7 +76,7 @@ def test_the_others_are_trained_as_by_an_optimizer_that_masks(frozen):
     whole = CASE.plan(one_device())
     params = CASE.sharded(whole)
     labels = plan.treedef.unflatten(
-        "frozen" if param.frozen else "trained" for param in plan.param_plans
+        "frozen" if param.is_frozen else "trained" for param in plan.param_plans
     )
     tx = optax.multi_transform({"trained": TX, "frozen": optax.set_to_zero()}, labels)
     want = trained(whole, CASE.loss, tx, params, batch(rows=24)).params
@@ -253,7 +253,7 @@ def test_integers_are_no_parameters_and_come_back_as_they_were():
 def test_a_scalar_of_each_layer_is_replicated():
     plan = fsdp.fully_shard(mixed_weights, fsdp.make_mesh(), [fsdp.Stacked("layers")])
     (gain,) = [param for param in plan.param_plans if param.name == "layers.gain"]
-    assert gain.dim is None
+    assert gain.split.dim is None
 
 
 def test_dp_of_one_does_not_double_gradients():

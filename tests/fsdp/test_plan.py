@@ -34,7 +34,7 @@ def plan_shapes(shapes, units=(), mesh=MESH, dtype=jnp.float32, **config) -> fsd
 
 
 def dims(plan) -> dict[str, int | None]:
-    return {param.name: param.dim for param in plan.param_plans}
+    return {param.name: param.split.dim for param in plan.param_plans}
 
 
 def stacks(plan) -> dict[str, int]:

@@ -77,7 +77,7 @@ def test_each_gradient_is_reduce_scattered_once(hsdp):
     expected = Counter()
     for param in unit_params(plan):
         shape = list(param.shape[1:])
-        shape[param.dim - 1] //= 4
+        shape[param.split.dim - 1] //= 4
         expected[("f32", tuple(shape))] += 1
     assert shapes(scatters) == expected
 
@@ -92,7 +92,7 @@ def shards_of(params, *, sliced) -> Counter:
     shards = Counter()
     for param in params:
         shape = list(param.shape)
-        shape[param.dim] //= 4
+        shape[param.split.dim] //= 4
         shards[("f32", tuple(shape[1:] if sliced else shape))] += 1
     return shards
 

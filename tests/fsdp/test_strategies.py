@@ -357,7 +357,7 @@ def test_any_placements_compute_the_same(placements):
         for leaf, param in zip(
             jax.tree.leaves(state.params), plan.param_plans, strict=True
         ):
-            assert leaf.sharding.spec[param.dim] == (
+            assert leaf.sharding.spec[param.split.dim] == (
                 placements[2] if len(placements[2]) > 1 else placements[2][0]
             )
     want, _ = one_device("even", "float64")

@@ -176,7 +176,7 @@ def test_weights_are_gathered_and_reduced_at_tp_width(wide):
     lowered = step.lower(fsdp.abstract_state(plan, TX), batch())
     found = collectives(lowered.compile().as_text())
     data = [c for c in found if group_size(c.groups) == 4]
-    split = [param for param in plan.param_plans if param.tensor_dim is not None]
+    split = [param for param in plan.param_plans if param.split.tensor_dim is not None]
     assert len(split) == 6
     for param in split:
         whole = int(np.prod(param.shape[1:]))
@@ -185,7 +185,8 @@ def test_weights_are_gathered_and_reduced_at_tp_width(wide):
     # By bytes: what all gathers of a layer bring is the layer at tp width.
     in_loop = [c for c in data if c.op == "all-gather" and c.loops]
     width = {
-        param.name: int(np.prod(param.shape[1:])) // (2 if param.tensor_dim else 1)
+        param.name: int(np.prod(param.shape[1:]))
+        // (2 if param.split.tensor_dim else 1)
         for param in plan.param_plans
         if param.num_stacked
     }

@@ -123,7 +123,7 @@ def test_parameters_of_the_root_are_unsharded_in_its_forward():
     plan = fsdp.fully_shard(
         lambda key: Rooted(nnx.Rngs(key)), fsdp.make_mesh(), [nnx.Linear]
     )
-    assert all(param.dim is not None for param in plan.param_plans)
+    assert all(param.split.dim is not None for param in plan.param_plans)
     x = np.arange(ROWS * 16, dtype=np.float32).reshape(ROWS, 16) % 7
     evaluate = fsdp.make_eval_step(
         plan, lambda model, x: (model(x).mean(), model(x)), has_aux=True
@@ -459,9 +459,9 @@ def test_uneven_arrays_are_gathered_to_the_bit(dtype, outer):
             fsdp.make_mesh(dp_outer=1 + outer),
             config=fsdp.FSDPConfig(mp_policy=policy, outer_dp_sharding_strategy=outer),
         )
-        assert {param.name for param in plan.param_plans if param.dim is None} == {
-            "one element"
-        }
+        assert {
+            param.name for param in plan.param_plans if param.split.dim is None
+        } == {"one element"}
         params = fsdp.init_params(plan, jax.random.key(0))
         state = fsdp.init_state(plan, optax.sgd(0.1), params)
         gathered = fsdp.unshard(state.params)
