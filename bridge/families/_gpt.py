@@ -17,7 +17,7 @@ SIZES = {
     "initializer_range": Field(0.02),
     "tie_word_embeddings": Field(True),
 }
-# Dropout is no part of the decoder.
+# Dropout is not part of the decoder.
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 

@@ -173,7 +173,7 @@ def _wrong_widths(
 ) -> Iterator[str]:
     widths = (shape.head_dim, shape.v_head_dim)
     if any(width % 8 for width in widths):
-        yield f"head dims of {_widths(shape)} are no multiples of 8"
+        yield f"head dims of {_widths(shape)} are not multiples of 8"
     most = 256 if capability[0] == 9 else 128
     is_deepseek = widths == (192, 128) and capability[0] == 10 and cudnn >= 91100
     if max(widths) > most and not is_deepseek:

@@ -74,7 +74,7 @@ def generate(
       ValueError: If `max_new_tokens` is below 1, or sampling lacks keys.
     """
     if max_new_tokens < 1:
-        raise ValueError(f"generate({max_new_tokens=}): at least 1.")
+        raise ValueError(f"generate({max_new_tokens=}) must be at least 1.")
     if sampling.temperature and keys is None:
         raise ValueError(f"{sampling} draws at random: pass keys, one a row.")
     batch, width = prompts.shape

@@ -81,8 +81,9 @@ def with_quantized_state(
         ]
         if not any(codecs):
             raise ValueError(
-                f"{form.asked} quantizes nothing of this optimizer's state: no float32 "
-                "array that it names has the shape of a parameter and as many elements."
+                f"{form.asked} finds nothing to quantize in this optimizer's state: no "
+                "float32 array that it names has the shape of a parameter and enough "
+                "elements."
             )
         return _encode(state, codecs)
 
