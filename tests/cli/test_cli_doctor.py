@@ -230,8 +230,8 @@ def test_versions_that_do_not_fit_are_said(versions, says):
     [
         ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, ""),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"}, ""),
-        ({"XLA_CLIENT_MEM_FRACTION": "90%"}, "no share of the memory"),
-        ({"XLA_CLIENT_MEM_FRACTION": "0"}, "no share of the memory"),
+        ({"XLA_CLIENT_MEM_FRACTION": "90%"}, "not a share of the memory"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0"}, "not a share of the memory"),
         (
             {"XLA_CLIENT_MEM_FRACTION": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": "1"},
             "both set",
