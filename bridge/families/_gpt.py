@@ -1,4 +1,4 @@
-"""What GPT-2, GPT-J and their descendants have in common: names of fields."""
+"""Parts shared by GPT-2, GPT-J and their descendants: names of fields."""
 
 from collections.abc import Mapping
 from typing import Any

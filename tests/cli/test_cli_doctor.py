@@ -195,7 +195,7 @@ def test_devices_that_do_not_start_in_time_are_said(examine):
 
 def test_a_time_limit_of_nothing_is_refused(capsys):
     assert main(["doctor", "--time-limit", "0"]) == 2
-    assert "--time-limit 0: above 0" in capsys.readouterr().err
+    assert "--time-limit 0 must be above 0" in capsys.readouterr().err
 
 
 def test_a_child_that_aborts_is_an_outcome():

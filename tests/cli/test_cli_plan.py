@@ -160,7 +160,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
         (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),
-        (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),
+        (("--search", "--search-minutes", "0"), "--search-minutes 0 must be above 0"),
         (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
     ],
 )
