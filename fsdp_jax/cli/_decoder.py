@@ -85,7 +85,9 @@ def plan_decoder(
         fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
     )
     # Refuses a kernel that the devices cannot run, before anything is traced.
-    attention_choices(config, settings_of(mesh, fsdp_config, cp_form, attention))
+    packed = "segment_ids" in sequences
+    settings = settings_of(mesh, fsdp_config, cp_form, attention, packed=packed)
+    attention_choices(config, settings)
     return fsdp.fully_shard(
         functools.partial(
             _make_decoder,
