@@ -86,7 +86,7 @@ def compiler_options(
     wanted = release(version)[:2]
     known = [number for number in _BY_VERSION if number <= wanted]
     if not known:
-        raise ValueError(f"jaxlib {version} is older than 0.10, the oldest supported.")
+        raise ValueError(f"jaxlib {version} is older than 0.10, the oldest known here.")
     more = _TENSOR_PARALLEL if tensor_parallel else {}
     if context_parallel:
         more = _CONTEXT_PARALLEL
@@ -135,7 +135,7 @@ def release(version: str) -> tuple[int, ...]:
     """
     found = re.match(r"\d+(\.\d+)+", version)
     if not found:
-        raise ValueError(f"'{version}' is not a version. Write it as '0.12.0'.")
+        raise ValueError(f"'{version}' is no version. Write it as '0.12.0'.")
     return tuple(int(number) for number in found[0].split("."))
 
 

@@ -148,7 +148,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
     "options, message",
     [
         (("--gpu", "v100"), "'v100' is unknown: use a100, h100, h100-500w, h200, b200"),
-        (("--mesh", "dp_shard:8"), "'dp_shard:8' is not a size of pp, dp_outer"),
+        (("--mesh", "dp_shard:8"), "'dp_shard:8' is no size of pp, dp_outer"),
         (("--mesh", "tp=2", "--seq", "63"), "--seq 63: tp=2 splits the tokens"),
         (("--mesh", "tp=8"), "num_attention_heads 4 is not a multiple of 8"),
         (("--mesh", "cp=4", "--seq", "36"), "--seq 36: cp=4 splits the tokens"),
@@ -160,7 +160,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
         (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),
-        (("--search", "--search-minutes", "0"), "--search-minutes 0 must be above 0"),
+        (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),
         (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
     ],
 )

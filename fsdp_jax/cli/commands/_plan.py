@@ -136,9 +136,7 @@ class Plan:
                 "sweep first, and search with the --mesh and --zero that it recommends."
             )
         if not self.search_minutes > 0:
-            raise ValueError(
-                f"--search-minutes {self.search_minutes:g} must be above 0."
-            )
+            raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
         for option, file in self._files().items():
             check_absent(file, option)
         with without_xla_lines():
@@ -218,8 +216,8 @@ def _open_model(options: Plan) -> DecoderConfig | UserModel:
     named = (options.hf, options.config, options.model)
     if sum(name is not None for name in named) != 1:
         raise ValueError(
-            "Give the model by one of --hf MODEL, --config FILE and --model "
-            "package.module:make_model."
+            "plan takes the model from --hf MODEL, --config FILE or --model "
+            "package.module:make_model: one."
         )
     check_effect(options)
     if options.model is not None:
@@ -239,7 +237,7 @@ def _mesh_sizes(text: str | None) -> Sizes:
         axis, _, size = part.partition("=")
         if axis not in _AXES or not size.lstrip("-").isdigit():
             raise ValueError(
-                f"--mesh {text}: '{part}' is not a size of {', '.join(_AXES)}. "
+                f"--mesh {text}: '{part}' is no size of {', '.join(_AXES)}. "
                 "Write it as in --mesh dp_shard=-1,tp=8."
             )
         sizes[axis] = int(size)
