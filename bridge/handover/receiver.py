@@ -132,7 +132,7 @@ def receive_changes(connection: socket.socket) -> ReceivedChanges:
 
 @dataclasses.dataclass(frozen=True)
 class ChangeHeader:
-    """What the sender says of the changes of a tensor.
+    """Header of the changes of a tensor.
 
     Attributes:
       name: HF name.

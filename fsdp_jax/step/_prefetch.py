@@ -251,7 +251,7 @@ def _forward(stack: Stack, shards, floats, others):
 
 
 class _BackwardCarry(NamedTuple):
-    """What an iteration of backward leaves to the next, see `_backward`.
+    """Carry of the loop of backward, see the table of `_backward`.
 
     Attributes:
       carry: Cotangent of the units' carry.
