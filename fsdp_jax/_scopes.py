@@ -51,6 +51,9 @@ ALL_GATHER_RECURRENCE = "all_gather_recurrence"
 SHIFT_TOKENS = "shift_tokens"
 """Scope of the collectives of a shift of rows."""
 
+SEQUENCE_PARALLEL = "sequence_parallel"
+"""Scope of the collectives of activations over `tp`."""
+
 CONTEXT_PARALLEL = (
     RING_ATTENTION,
     ALL_GATHER_ATTENTION,

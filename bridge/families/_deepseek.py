@@ -1,4 +1,4 @@
-"""What DeepSeek V2, V3 and others have in common: experts and latent attention."""
+"""Parts shared by DeepSeek V2, V3 and others: experts and latent attention."""
 
 from bridge.families._blocks import Rules, ignore_tied_head, mlp
 from bridge.families._family import Field

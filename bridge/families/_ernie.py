@@ -1,4 +1,4 @@
-"""What ERNIE 4.5 has with experts and without."""
+"""Parts shared by ERNIE 4.5 with and without experts."""
 
 from bridge.families._family import Field
 from bridge.families._fields import SIZES, tokens

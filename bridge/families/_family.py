@@ -1,4 +1,4 @@
-"""What there is to know of a model family: fields, rules, and what is refused."""
+"""A model family as a table: its fields, its rules, and what it refuses."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

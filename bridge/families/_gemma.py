@@ -1,4 +1,4 @@
-"""What Gemma 2 and 3 have in common.
+"""Parts shared by Gemma 2 and 3.
 
 Norms before and after attention and MLP, their scales stored less one; embeddings
 multiplied by the root of their width.

@@ -1,4 +1,4 @@
-"""What GPT-2, GPT-J and their descendants have in common: names of fields."""
+"""Parts shared by GPT-2, GPT-J and their descendants: names of fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ SIZES = {
     "initializer_range": Field(0.02),
     "tie_word_embeddings": Field(True),
 }
-# Dropout is no part of the decoder.
+# Dropout is not part of the decoder.
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 

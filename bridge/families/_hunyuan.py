@@ -1,4 +1,4 @@
-"""What HunYuan has with experts and without: heads normed after the rope."""
+"""Parts shared by HunYuan with and without experts: heads normed after the rope."""
 
 from collections.abc import Mapping
 from typing import Any

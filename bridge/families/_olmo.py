@@ -1,4 +1,4 @@
-"""What OLMo 2 and 3 share: norms behind attention and MLP, and of all heads as one."""
+"""Parts shared by OLMo 2 and 3: norms after attention and MLP, and of all heads."""
 
 from bridge.families._blocks import Rules, attention, mlp, norms
 from bridge.families._family import Field

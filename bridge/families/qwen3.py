@@ -1,5 +1,7 @@
 """Qwen3, dense: heads are normed, and wider than the hidden size says.
 
+Its grouped-query attention (GQA) has the rules of `_blocks.attention`.
+
 Source: transformers `configuration_qwen3.py`, `modeling_qwen3.py`.
 """
 

@@ -34,7 +34,7 @@ class Edits:
 
         Args:
           dtypes: Dtype of each tensor by name.
-          others: Names of entries that are no tensors; they cannot be cast.
+          others: Names of entries that are not tensors; they cannot be cast.
 
         Returns:
           New name of each entry that is kept, and new dtype of each tensor that is

@@ -61,7 +61,7 @@ def read_index(index: Path) -> dict[str, str]:
     # The index is untrusted: only a plain file name cannot leave the directory.
     wrong = sorted({file for file in files.values() if not _is_plain(file)})
     if wrong:
-        lines = [f"  {file!r} is no file name" for file in wrong]
+        lines = [f"  {file!r} is not a file name" for file in wrong]
         raise ValueError(f"'{index}' names what is not beside it:\n" + "\n".join(lines))
     return files
 

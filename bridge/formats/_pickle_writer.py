@@ -81,7 +81,7 @@ def _encode(value: Any) -> Iterable[bytes]:
         yield from _ENCODERS[type(value)](value)
     else:
         raise ValueError(
-            f"{value!r} is a {type(value).__name__}, which is no plain value."
+            f"{value!r} is a {type(value).__name__}, which is not a plain value."
         )
 
 

@@ -150,7 +150,7 @@ def _read_json(file: Path) -> tuple[dict[str, Any], int, int]:
             or head[8:9] != b"{"
         ):
             raise ValueError(
-                f"'{file}' is no safetensors file, or is cut short: it has "
+                f"'{file}' is not a safetensors file, or is cut short: it has "
                 f"{file_bytes:,} bytes, its header would have {length:,} (at most "
                 f"{_MAX_HEADER_BYTES:,} are accepted) and begin with {head[8:9]!r}. "
                 + (describe_content(head) or "Download it again.")

@@ -189,8 +189,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
         tensors = read_header(path)
     else:
         raise ValueError(
-            f"'{path}' is no safetensors checkpoint: its name does not end in "
-            f".safetensors, and it is no directory.{describe_names([path.name])}"
+            f"'{path}' is not a safetensors checkpoint: its name does not end in "
+            f".safetensors, and it is not a directory.{describe_names([path.name])}"
         )
     return SafetensorsSource(str(path), MappingProxyType(tensors))
 
@@ -199,7 +199,7 @@ def _read_directory(directory: Path) -> dict[str, TensorInfo]:
     names = set(os.listdir(directory))
     if INDEX_NAME not in names and SINGLE_NAME not in names:
         raise ValueError(
-            f"'{directory}' is no safetensors checkpoint: it holds neither "
+            f"'{directory}' is not a safetensors checkpoint: it holds neither "
             f"'{SINGLE_NAME}' nor '{INDEX_NAME}'.{describe_names(names)}"
         )
     if INDEX_NAME not in names:

@@ -150,7 +150,7 @@ class _TensorRules:
         kind, of_class, key, _, num_elements = stub.args[0]
         name = of_class.name.removeprefix("torch.").removeprefix("storage.")
         if kind != "storage" or name not in STORAGES or not isinstance(key, str):
-            raise ValueError(f"{stub.args[0]!r} is no storage")
+            raise ValueError(f"{stub.args[0]!r} is not a storage")
         member, dtype = f"{self.folder}data/{key}", STORAGES[name]
         nbytes = num_elements * dtype.itemsize
         if self.archive.nbytes(member) != nbytes:
@@ -165,7 +165,7 @@ class _TensorRules:
         dtype: np.dtype = storage.dtype if named is None else named
         sizes = (offset, *shape, *strides)
         if len(shape) != len(strides) or not all(_is_size(size) for size in sizes):
-            raise ValueError(f"{sizes} are no offset, shape and strides of a tensor")
+            raise ValueError(f"{sizes} are not offset, shape and strides of a tensor")
         tensor = LazyTensor(
             self.archive, storage.member, tuple(shape), dtype, offset, tuple(strides)
         )

@@ -107,8 +107,8 @@ def read_torch_archive(archive: StoredZip) -> Any:
     pickles = [name for name in archive.names() if name.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].count("/") != 1:
         raise ValueError(
-            f"{archive.name} is no file of torch.save: it has {len(pickles)} members "
-            "'<name>/data.pkl', not one."
+            f"{archive.name} was not written by torch.save: it has {len(pickles)} "
+            "members '<name>/data.pkl', not one."
         )
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}constants.pkl" in archive.names():
@@ -169,6 +169,6 @@ def _check_kind(path: Path) -> None:
         )
     if start != b"PK\3\4":
         raise ValueError(
-            f"'{path}' is no file of torch.save: it begins with {start!r}, a zip "
+            f"'{path}' was not written by torch.save: it begins with {start!r}, a zip "
             "archive with b'PK\\x03\\x04'."
         )

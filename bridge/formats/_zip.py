@@ -140,7 +140,7 @@ class StoredZip:
                 return zip_.infolist()
         except (zipfile.BadZipFile, NotImplementedError, OverflowError) as error:
             raise ValueError(
-                f"{self.name} is no zip archive, or was cut short: {error}."
+                f"{self.name} is not a zip archive, or was cut short: {error}."
             ) from error
 
     def _check(self, infos: list[zipfile.ZipInfo]) -> None:
@@ -182,8 +182,7 @@ class StoredZip:
         for name, member in sorted(self._members.items(), key=lambda m: m[1].header):
             if member.header < stop:
                 raise ValueError(
-                    f"{self.name}: the members '{previous}' and '{name}' lie over each "
-                    "other."
+                    f"{self.name}: the members '{previous}' and '{name}' overlap."
                 )
             previous, stop = name, member.stop
 

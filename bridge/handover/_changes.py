@@ -1,4 +1,4 @@
-"""What changed in the weights since the last hand-over, found shard by shard."""
+"""Changes of the weights since the last hand-over, found shard by shard."""
 
 from __future__ import annotations
 

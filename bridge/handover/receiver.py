@@ -132,7 +132,7 @@ def receive_changes(connection: socket.socket) -> ReceivedChanges:
 
 @dataclasses.dataclass(frozen=True)
 class ChangeHeader:
-    """What the sender says of the changes of a tensor.
+    """Header of the changes of a tensor.
 
     Attributes:
       name: HF name.
@@ -277,7 +277,7 @@ def _read_header(
     """Reads the header of a stream: its metadata, and what `parse` makes of tensors."""
     size = int.from_bytes(read_exactly(connection, 8, "the header"), "little")
     if size > _MAX_HEADER:
-        raise ValueError(f"A header of {size} bytes is none of {name}.")
+        raise ValueError(f"A header of {size} bytes is not one of {name}.")
     text = read_exactly(connection, size, "the header")
     try:
         header = json.loads(text)
@@ -312,7 +312,7 @@ def _parse_changes(tensors: Any) -> list[ChangeHeader]:
 
 def _sizes(found: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in found):
-        raise ValueError("a shape is no list of sizes")
+        raise ValueError("a shape is not a list of sizes")
     return tuple(found)
 
 

@@ -341,7 +341,7 @@ def _check_parts(family: Family, config: DecoderConfig) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"A {config.model_type} config file cannot say:\n" + "\n".join(wrong)
+            f"A {config.model_type} config file cannot express:\n" + "\n".join(wrong)
         )
 
 
@@ -357,7 +357,7 @@ def _check_said(config: DecoderConfig, fields: dict[str, Any]) -> None:
             if value != getattr(config, name)
         ]
         raise ValueError(
-            f"A {config.model_type} config file cannot say:\n" + "\n".join(names)
+            f"A {config.model_type} config file cannot express:\n" + "\n".join(names)
         )
 
 

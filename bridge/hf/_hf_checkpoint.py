@@ -93,7 +93,7 @@ def open_hf(
 def _warn_of_other_tensors(source: Source, named: FamilyNames) -> None:
     """Says which tensors belong to another part of the model, or to none."""
     for keys, reason in (
-        (named.other_parts, "They are no part of the text model"),
+        (named.other_parts, "They are not part of the text model"),
         (named.zero_biases, "They are biases that the model does not have, all zero"),
     ):
         if keys:

@@ -105,7 +105,7 @@ def _download(repo_id: str, revision: str | None, patterns: list[str]) -> Path:
 def _explain(repo_id: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub import errors
 
-    subject = f"'{repo_id}' is no path that exists, and"
+    subject = f"'{repo_id}' is not a path that exists, and"
     match error:
         case errors.HFValidationError():
             return f"{subject} no hub id such as 'org/name' either: {error}"

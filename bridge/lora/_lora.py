@@ -101,7 +101,7 @@ def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -
     check_local(path)
     path = Path(path)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"Cannot save to '{path}': it is no empty directory.")
+        raise ValueError(f"Cannot save to '{path}': it is not an empty directory.")
     base = find_family(config.model_type).mapping(config)
     modules = _modules(lora, base)
     transposed = lora.config.fan_in_fan_out

@@ -128,9 +128,11 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
     if init not in _PLAIN_INITS:
         wrong.append(f"  init_lora_weights={init!r} changes the base weights")
     if not _is_positive(fields.get("r"), int):
-        wrong.append(f"  r={fields.get('r')!r} is no positive integer")
+        wrong.append(f"  r={fields.get('r')!r} is not a positive integer")
     if not _is_positive(fields.get("lora_alpha")):
-        wrong.append(f"  lora_alpha={fields.get('lora_alpha')!r} is no positive number")
+        wrong.append(
+            f"  lora_alpha={fields.get('lora_alpha')!r} is not a positive number"
+        )
     for name in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(fields.get(name) or False, bool):
             wrong.append(f"  {name}={fields[name]!r} is neither true nor false")
@@ -145,10 +147,10 @@ def _bad_pattern(name: str, fields: Mapping[str, Any]) -> list[str]:
     """Describes invalid entries; PEFT's regular expressions are not supported."""
     pattern = fields.get(name) or {}
     if not isinstance(pattern, dict):
-        return [f"  {name}={pattern!r} is no object"]
+        return [f"  {name}={pattern!r} is not an object"]
     kind = int if name == "rank_pattern" else (int, float)
     return [
-        f"  {name}: {key!r}: {value!r} is no name with a number"
+        f"  {name}: {key!r}: {value!r} is not a name with a number"
         for key, value in pattern.items()
         if not re.fullmatch(r"\^?[\w.]+", key) or not _is_positive(value, kind)
     ]

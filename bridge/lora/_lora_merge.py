@@ -106,7 +106,7 @@ def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
     }
     if any(report.values()):
         raise ValueError(
-            f"'{adapter.source.name}' is no adapter of '{base.name}':\n"
+            f"'{adapter.source.name}' is not an adapter of '{base.name}':\n"
             f"{format_report(report)}"
         )
     return MergedSource(base, adapter)

@@ -116,7 +116,7 @@ def _unfit(weight: Adapted, modules: Collection[str]) -> Iterator[str]:
     if len(rule.sources) > 1 or len(rule.destinations) > 1:
         yield f"  {stem}: its weight is cut, or joined with others, in the tree"
     elif not _is_separable(rule.layouts[0]):
-        yield f"  {stem}: its weight is no matrix whose two sides stay apart"
+        yield f"  {stem}: its weight is not a matrix whose two sides stay apart"
     elif left := [module for module in weight.modules if module not in modules]:
         yield f"  {stem}: stacked in the tree, and not adapted in {', '.join(left)}"
 

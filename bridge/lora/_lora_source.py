@@ -63,10 +63,10 @@ def open_lora(path: str | os.PathLike[str]) -> LoraSource:
         for name in names
         if not name.endswith((A_SUFFIX, B_SUFFIX))
     }
-    wrong = [f"  {key} is no tensor of the model" for key in _strange(source)]
+    wrong = [f"  {key} is not a tensor of the model" for key in _strange(source)]
     wrong += [line for module in modules for line in _misfits(module, config, source)]
     if wrong:
-        raise ValueError(f"'{source.name}' is no plain LoRA:\n" + "\n".join(wrong))
+        raise ValueError(f"'{source.name}' is not a plain LoRA:\n" + "\n".join(wrong))
     return LoraSource(config, source, tuple(modules), whole)
 
 
@@ -91,7 +91,7 @@ def _misfits(module: str, config: LoraConfig, source: Source) -> list[str]:
         return [f"  {absent[0]} is missing beside its other factor"]
     shapes, rank = (source.shape(a), source.shape(b)), config.rank(module)
     if any(len(shape) != 2 for shape in shapes):
-        return [f"  {module}: factors of shapes {shapes} are no matrices"]
+        return [f"  {module}: factors of shapes {shapes} are not matrices"]
     if shapes[0][0] != rank or shapes[1][1] != rank:
         return [f"  {module}: factors of shapes {shapes}, and the config's rank {rank}"]
     return []

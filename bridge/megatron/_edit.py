@@ -25,7 +25,7 @@ def edit_distributed(
     """Writes a distributed checkpoint with other keys, other dtypes or fewer entries.
 
     Keys are those on disk, such as `decoder.layers.mlp.linear_fc1.weight`. Chunks keep
-    their boundaries, and one is in memory at a time. Objects that are no tensors are
+    their boundaries, and one is in memory at a time. Objects that are not tensors are
     copied byte by byte, and so are the other files of the directory.
 
     Args:
@@ -45,8 +45,8 @@ def edit_distributed(
     directory = find_iteration(Path(src))
     if not (directory / METADATA_NAME).is_file():
         raise ValueError(
-            f"'{directory}' is no distributed checkpoint: it has no '{METADATA_NAME}'. "
-            "Convert it to torch_dist first."
+            f"'{directory}' is not a distributed checkpoint: it has no "
+            f"'{METADATA_NAME}'. Convert it to torch_dist first."
         )
     dcp = open_dcp(directory)
     dtypes = {key: tensor.dtype for key, tensor in dcp.tensors.items()}

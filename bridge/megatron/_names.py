@@ -117,7 +117,9 @@ def _unstacked(
             cut[name] = tensor
             continue
         if not tensor.shape or 0 in tensor.shape or tensor.shape[0] > _MAX_STACKED:
-            raise ValueError(f"'{name}' of shape {tensor.shape} is no stack of layers.")
+            raise ValueError(
+                f"'{name}' of shape {tensor.shape} is not a stack of layers."
+            )
         for number in range(tensor.shape[0]):
             inner = template.format(stacked[1], number, stacked[2])
             cut[inner] = section(tensor, number)

@@ -67,7 +67,7 @@ def _data_parallel_sizes(
     cp = args.get("context_parallel_size") or 1
     dp = (args.get("data_parallel_size") or max(ep // cp, 1)) * cp
     if dp % ep:
-        raise ValueError(f"{dp} data-parallel ranks are no multiple of EP {ep}")
+        raise ValueError(f"{dp} data-parallel ranks are not a multiple of EP {ep}")
     return {False: dp, True: dp // ep}
 
 

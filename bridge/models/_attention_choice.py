@@ -1,4 +1,4 @@
-"""Which attention kernel a layer gets on a device, and why."""
+"""Choice of the attention kernel of a layer on a device, with its reason."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ _CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """What a device is, as far as attention kernels ask.
+    """Properties of a device that attention kernels depend on.
 
     Attributes:
       kind: Name of the device, e.g. `NVIDIA H100 80GB HBM3` or `cpu`.
@@ -173,7 +173,7 @@ def _wrong_widths(
 ) -> Iterator[str]:
     widths = (shape.head_dim, shape.v_head_dim)
     if any(width % 8 for width in widths):
-        yield f"head dims of {_widths(shape)} are no multiples of 8"
+        yield f"head dims of {_widths(shape)} are not multiples of 8"
     most = 256 if capability[0] == 9 else 128
     is_deepseek = widths == (192, 128) and capability[0] == 10 and cudnn >= 91100
     if max(widths) > most and not is_deepseek:

@@ -337,7 +337,8 @@ class DecoderConfig:
             wrong.append("qk_norm_after_rope is set, but qk_norm is None")
         if self.position_offset < 0 or (self.position_offset and self.rope):
             wrong.append(
-                f"position_offset {self.position_offset}: at least 0, and 0 with a rope"
+                f"position_offset {self.position_offset} must be at least 0, and 0 "
+                "with a rope"
             )
         return wrong
 

@@ -102,7 +102,7 @@ class DeltaNet(RecurrentMixer):
         beta = jax.nn.sigmoid(made.beta).astype(wide)
         step = jax.nn.softplus(made.step.astype(wide) + _of_heads(self.dt_bias, wide))
         log_decay = -jnp.exp(_of_heads(self.a_log, wide)) * step
-        if is_token is not None:  # What is no token learns nothing and forgets nothing.
+        if is_token is not None:  # Padding changes nothing.
             beta = jnp.where(is_token[..., None], beta, 0)
             log_decay = jnp.where(is_token[..., None], log_decay, 0)
         out, memory = gated_delta_rule(

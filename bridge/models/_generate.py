@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from bridge.models._cache import empty_cache
 from bridge.models._decoder import Decoder
@@ -74,12 +74,11 @@ def generate(
       ValueError: If `max_new_tokens` is below 1, or sampling lacks keys.
     """
     if max_new_tokens < 1:
-        raise ValueError(f"generate({max_new_tokens=}): at least 1.")
+        raise ValueError(f"generate({max_new_tokens=}) must be at least 1.")
     if sampling.temperature and keys is None:
         raise ValueError(f"{sampling} draws at random: pass keys, one a row.")
-    batch, width = prompts.shape
     if keys is None:
-        keys = jax.random.split(jax.random.key(0), batch)
+        keys = jax.random.split(jax.random.key(0), prompts.shape[0])
 
     def choose(states: Array, step: Int[Array, ""]) -> Int[Array, " batch"]:
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
@@ -95,24 +94,35 @@ def generate(
         states, cache = model.extend(newest, last, now.cache)
         return _write(now._replace(cache=cache), choose(states, now.step), stop)
 
+    last, now = _prefill(model, prompts, lengths, max_new_tokens)
+    now = _write(now, choose(last, now.step), stop)
+    done = jax.lax.while_loop(goes_on, one_more, now)
+    return Generated(done.tokens, done.lengths)
+
+
+def _prefill(
+    model: Decoder,
+    prompts: Int[Array, "batch prompt"],
+    lengths: Int[Array, " batch"],
+    max_new_tokens: int,
+) -> tuple[Float[Array, "batch 1 embed"], _Running]:
+    """Runs all prompts, and returns the states of their last tokens and the carry."""
+    batch, width = prompts.shape
     cache = empty_cache(model.config, batch, width + max_new_tokens, model.dtype)
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], prompts.shape)
     # Padding may be any value, including invalid token ids.
     is_token = slots < lengths[:, None]
     tokens = jnp.where(is_token, prompts, 0)
-    # Prefill of all prompts. The state of each prompt's last token predicts the next.
     states, cache = model.extend(tokens, slots, cache, is_token)
+    # The state of each prompt's last token predicts the first new one.
     last = jnp.take_along_axis(states, (lengths - 1)[:, None, None], axis=1)
-    now = _Running(
+    return last, _Running(
         jnp.pad(tokens, ((0, 0), (0, max_new_tokens))),
         lengths,
         jnp.ones(batch, jnp.bool_),
         cache,
         jnp.int32(0),
     )
-    now = _write(now, choose(last, now.step), stop)
-    done = jax.lax.while_loop(goes_on, one_more, now)
-    return Generated(done.tokens, done.lengths)
 
 
 def _write(

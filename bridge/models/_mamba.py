@@ -99,7 +99,7 @@ class Mamba(RecurrentMixer):
         times = x.shape[2] // b.shape[2]
         step = jax.nn.softplus((made.step + _of_heads(self.dt_bias)).astype(wide))
         step = jnp.clip(step, self.sizes.min_time_step, self.sizes.max_time_step)
-        if is_token is not None:  # What is no token adds nothing and decays nothing.
+        if is_token is not None:  # Padding changes nothing.
             step = jnp.where(is_token[..., None], step, 0)
         out, memory = state_space(
             x * step[..., None],

@@ -93,7 +93,7 @@ class Mamba1(RecurrentMixer):
         b = _normed(self.b_norm, self.b_proj(x))
         c = _normed(self.c_norm, self.c_proj(x))
         step = jax.nn.softplus(self.dt_proj(rank).astype(wide))
-        if is_token is not None:  # What is no token adds nothing and decays nothing.
+        if is_token is not None:  # Padding changes nothing.
             step = jnp.where(is_token[..., None], step, 0)
         rate = -jnp.exp(self.a_log[...].astype(wide))
         out, memory = selective_scan(x, b, c, step, rate, memory, segment_ids)

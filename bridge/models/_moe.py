@@ -130,10 +130,10 @@ class Experts(nnx.Module):
         if len(group_sizes) != experts:
             raise ValueError(
                 f"This device has {experts} of {self.moe.num_experts} experts, and the "
-                f"dispatch hands it rows of {len(group_sizes)}. Where a plan splits "
+                f"dispatch passes it rows of {len(group_sizes)}. Where a plan splits "
                 "experts over `ep` (FSDPConfig(expert_parallel=...)), and only there, "
-                "the dispatch has to send tokens to other ranks: Decoder(dispatch="
-                "fsdp_jax.ops.expert_parallel_dispatch)."
+                "the dispatch has to send tokens to other ranks: "
+                "Decoder(dispatch=fsdp_jax.ops.expert_parallel_dispatch)."
             )
         product = partial(
             _product, group_sizes=group_sizes, expected_rows=expected_rows

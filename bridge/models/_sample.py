@@ -35,9 +35,9 @@ class Sampling:
         if not 0 <= self.temperature < float("inf"):
             wrong.append(f"temperature={self.temperature}: a finite number, at least 0")
         if self.top_k is not None and self.top_k < 1:
-            wrong.append(f"top_k={self.top_k}: at least 1")
+            wrong.append(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            wrong.append(f"top_p={self.top_p}: above 0, at most 1")
+            wrong.append(f"top_p={self.top_p} must be above 0 and at most 1")
         filters = [n for n in ("top_k", "top_p") if getattr(self, n) is not None]
         if self.temperature == 0 and filters:
             wrong.append(

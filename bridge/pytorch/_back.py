@@ -29,8 +29,8 @@ def follow_back(
     mixed = [key for key, found in dtypes.items() if len(found) > 1]
     if like is None and mixed:
         raise ValueError(
-            f"{', '.join(mixed)}: made of leaves of several dtypes, and none is "
-            "chosen in silence. Give `like`, whose dtypes hold."
+            f"{', '.join(mixed)}: made of leaves of several dtypes. Pass `like`, whose "
+            "dtypes are used."
         )
     arrays = {}
     for key, parts in pieces.items():

@@ -51,7 +51,7 @@ def to_torch(
     leaves = jax.device_get(read_target(arrays_of(tree)).leaves)
     if empty := [n for n, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]:
         raise ValueError(
-            f"The tree is abstract: it has no numbers in {', '.join(empty)}."
+            f"The tree is abstract: it has no values in {', '.join(empty)}."
         )
     rules = complete(rules, {name: leaf.shape for name, leaf in leaves.items()})
     derived, sized = derived_of(rules), spell_out(rules, sizes or {})

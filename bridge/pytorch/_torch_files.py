@@ -60,7 +60,7 @@ def _open(source: Any) -> Source:
     if isinstance(source, Mapping):
         return hold("the state dict", source)
     raise ValueError(
-        f"A {type(source).__name__} is no PyTorch model: give an nn.Module, a state "
+        f"A {type(source).__name__} is not a PyTorch model: give an nn.Module, a state "
         "dict, or a path."
     )
 

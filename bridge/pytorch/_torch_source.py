@@ -62,7 +62,9 @@ def hold(name: str, tensors: Mapping[str, Any]) -> Source:
         if (problem := _problem(key, value))
     ]
     if wrong:
-        raise ValueError(f"{name} holds what is no tensor:\n" + "\n".join(wrong))
+        raise ValueError(
+            f"{name} holds values that are not tensors:\n" + "\n".join(wrong)
+        )
     return TensorSource(name, {key: HeldTensor(v) for key, v in tensors.items()})
 
 
@@ -118,7 +120,7 @@ def to_tensor(array: np.ndarray) -> Any:
 
 def _problem(key: Any, value: Any) -> str | None:
     if not isinstance(key, str):
-        return "its name is no string"
+        return "its name is not a string"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return f"a {type(value).__name__}; give the state dict itself"
     if getattr(value, "is_meta", False):

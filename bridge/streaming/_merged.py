@@ -50,7 +50,10 @@ class MergedLeaf:
         ]
         if not jnp.issubdtype(self.dtype, jnp.floating):
             if any(not np.array_equal(part, parts[0][0]) for part, _ in parts):
-                raise ValueError(f"'{self.name}' of {self.dtype} differs: no mean.")
+                raise ValueError(
+                    f"'{self.name}' of {self.dtype} differs between the "
+                    "trees, and its dtype has no mean."
+                )
             return parts[0][0]
         if len(parts) == 1 and parts[0][1] == 1:
             return parts[0][0].astype(self.dtype)

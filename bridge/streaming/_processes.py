@@ -45,7 +45,7 @@ def agreeing() -> Iterator[None]:
         raise
     if failed := _failed(False):
         raise RuntimeError(
-            f"Processes {failed} failed and said why; this one stops with them."
+            f"Processes {failed} failed and reported why; this process stops too."
         )
 
 
@@ -69,8 +69,8 @@ def _wait_for_all(client: Any, point: str) -> None:
             raise
         raise TimeoutError(
             f"Processes {_absent(client, point)} of {jax.process_count()} did not come "
-            f"within {TIMEOUT_SECS:g} s to where the others wait for them. They hang "
-            "or are gone."
+            f"within {TIMEOUT_SECS:g} s to the point where the others wait. They hang "
+            "or have exited."
         ) from error
 
 

@@ -43,7 +43,7 @@ def find_sidecars(directory: Path) -> list[Path]:
         file.
     """
     if not directory.is_dir():
-        raise ValueError(f"Cannot copy from '{directory}': it is no directory.")
+        raise ValueError(f"Cannot copy from '{directory}': it is not a directory.")
     # Not one glob per pattern, which would silently skip broken links.
     listed = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
     found = sorted(

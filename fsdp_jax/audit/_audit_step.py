@@ -100,8 +100,8 @@ def audit_step(
     program = program_of(compiled, plan.mesh)
     if overlapped and not program.is_scheduled_for_gpus:
         raise ValueError(
-            "audit_step(overlapped=True) reads the order of a schedule, which only a "
-            "program compiled for GPUs shows: compile for them, or leave it out."
+            "audit_step(overlapped=True) needs a schedule, which only programs "
+            "compiled for GPUs have: compile for GPUs, or drop overlapped=True."
         )
     arrays = list(communicated_arrays(program, plan.mesh))
     found = _differences(plan, program, arrays, num_microbatches, overlapped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fsdp_jax._scopes import SEQUENCE_PARALLEL, is_in
 from fsdp_jax.audit._check_collectives import canonical
 from fsdp_jax.audit._expected import dims_of
 from fsdp_jax.audit._mismatch import Difference, named, observed
@@ -36,7 +37,7 @@ def over_tp(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Differe
             for dims in _unsharded_dims(plan, param)
             if canonical(dims) == canonical(one.received)
         ]
-        if alike and "sequence_parallel" not in one.scope:
+        if alike and not is_in(one.scope, SEQUENCE_PARALLEL):
             exact = [param for param, dims in alike if dims == one.received]
             yield Difference(
                 named(exact or [param for param, _ in alike]),

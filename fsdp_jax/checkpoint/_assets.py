@@ -78,7 +78,9 @@ def find_files(files: Mapping[str, Files]) -> dict[str, Path]:
             inside = sorted(file for file in path.rglob("*") if file.is_file())
             sources = [path] if path.is_file() else inside
             if not sources:
-                problems.append(f"{name}: '{path}' is no file, or directory of files")
+                problems.append(
+                    f"{name}: '{path}' is not a file, or directory of files"
+                )
             root = path if one and path.is_dir() else path.parent
             for file in sources:
                 found[f"{FOLDER}/{name}/{file.relative_to(root).as_posix()}"] = file
@@ -89,4 +91,4 @@ def find_files(files: Mapping[str, Files]) -> dict[str, Path]:
 
 def unusable_names(names: Mapping[str, object]) -> list[str]:
     """Returns a message for each name that cannot become a file name."""
-    return [f"{name!r} is no word" for name in names if not name.isidentifier()]
+    return [f"{name!r} is not a word" for name in names if not name.isidentifier()]

@@ -173,7 +173,9 @@ class Checkpointer:
           ValueError: If `resume` loaded no step, or one without files of that name.
         """
         if self._files is None:
-            raise ValueError(f"No step is loaded, of which to take files {name!r}.")
+            raise ValueError(
+                f"files({name!r}): no step is loaded. Call `resume` first."
+            )
         return self._files(name)
 
     def resume(

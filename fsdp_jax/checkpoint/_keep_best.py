@@ -50,7 +50,7 @@ class KeepBest(PreservationPolicy):
         """
         as_path(self.path)
         if self.n < 1:
-            raise ValueError(f"KeepBest(n={self.n}): at least 1.")
+            raise ValueError(f"KeepBest(n={self.n}) must be at least 1.")
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any

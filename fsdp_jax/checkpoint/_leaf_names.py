@@ -69,7 +69,7 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
     plain = [name for name, leaf in named if not hasattr(leaf, "dtype")]
     if plain:
         raise ValueError(
-            f"{len(plain)} leaf/leaves are no arrays: {', '.join(plain)}. Make them "
+            f"{len(plain)} leaf/leaves are not arrays: {', '.join(plain)}. Make them "
             "arrays with jnp.asarray."
         )
     return {name: _leaf(leaf) for name, leaf in named}

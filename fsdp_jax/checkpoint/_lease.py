@@ -78,8 +78,8 @@ class Lease:
                 continue
             if self._file.is_dir():
                 raise ValueError(
-                    f"'{self._file}' is a folder, and the file of this name says who "
-                    "writes to the directory: remove or rename the folder."
+                    f"'{self._file}' is a folder, but the lease of the directory is a "
+                    "file of this name: remove or rename the folder."
                 )
             other = _read(self._file)
             dead = other is not None and other.is_dead

@@ -176,8 +176,8 @@ def load_average(
     heads = {n.partition(_EMA)[0] for n in stored if n.startswith(_STATE) and _EMA in n}
     if len(heads) != 1:
         raise ValueError(
-            f"Step {step} of '{path}' has {len(heads)} averages of its parameters. "
-            "Train with fsdp_jax.optim.ema_of_params, once in the optimizer."
+            f"Step {step} of '{path}' has {len(heads)} averages of its parameters, not "
+            "1. Train with one fsdp_jax.optim.ema_of_params in the optimizer."
         )
     prefix = heads.pop() + _EMA
     leaves = flatten(like)

@@ -211,7 +211,7 @@ def _leaf_from_json(value: Any) -> jax.ShapeDtypeStruct:
 def _expect(kind: type, *values: Any) -> None:
     for value in values:
         if type(value) is not kind:  # `True` is an instance of int.
-            raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+            raise TypeError(f"{value!r:.40} is not a {kind.__name__}")
 
 
 def _misplaced(directory: Path, manifest: Manifest) -> list[str]:
@@ -220,7 +220,7 @@ def _misplaced(directory: Path, manifest: Manifest) -> list[str]:
     for name in manifest.files:
         parts = name.split("/")
         if name.startswith("/") or {"", ".", ".."} & set(parts) or "\\" in name:
-            problems.append(f"{NAME}: {name!r} is no path inside of the step")
+            problems.append(f"{NAME}: {name!r} is not a path inside of the step")
         elif is_local(directory) and not _is_plain(directory, name):
             problems.append(f"{name}: a link, or no regular file")
     return problems
@@ -336,7 +336,7 @@ def reading(directory: Path, name: str, how: str = "unreadable") -> Iterator[Non
 
     Raises:
       DamagedCheckpointError: If the file is not as it was written.
-      ObjectStoreError: If the store does not answer, which is no damage.
+      ObjectStoreError: If the store does not answer, which is not damage.
     """
     try:
         yield

@@ -69,7 +69,8 @@ def collect(point: str, timeout_secs: float = TIMEOUT_SECS) -> list[Any]:
     if silent:
         raise LostProcessError(
             f"{len(silent)} of {len(values)} processes did not answer within "
-            f"{timeout_secs:g} s: {', '.join(map(str, silent))}. They hang or are gone."
+            f"{timeout_secs:g} s: {', '.join(map(str, silent))}. They hang or have "
+            "exited."
         )
     return [json.loads(value) for value in values if value is not None]
 

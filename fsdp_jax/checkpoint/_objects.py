@@ -241,8 +241,8 @@ def restore_extras(
         }
     except KeyError as error:
         raise ValueError(
-            f"{error.args[0]}: the step has arrays of jax there, and the object to be "
-            "restored has none, which would say how they are sharded."
+            f"{error.args[0]}: the step has jax arrays there, but the object to "
+            "restore has none to take their shardings from."
         ) from error
     for name, state in states.items():
         extra = extras[name]

@@ -249,8 +249,8 @@ def manager(
     except ValueError as error:
         if files := _mistyped_notes(directory):
             raise DamagedCheckpointError(
-                f"{len(files)} file(s) are not as Orbax wrote them: {', '.join(files)}."
-                " They note times, and nothing of a state: remove them."
+                f"{len(files)} file(s) are not as Orbax wrote them: "
+                f"{', '.join(files)}. They hold only timestamps: remove them."
             ) from error
         raise
     with made as opened:
@@ -261,7 +261,7 @@ def _mistyped_notes(directory: Any) -> list[str]:
     """Returns Orbax's notes of steps that hold values of other types."""
     wrong = []
     for file in sorted(directory.glob(f"*/{_BEGUN}")):
-        # What is no JSON Orbax passes over.
+        # Orbax ignores files that are not JSON.
         with contextlib.suppress(OSError, ValueError, RecursionError):
             noted = json.loads(file.read_bytes())
             if not isinstance(noted, dict) or any(

@@ -16,7 +16,7 @@ from fsdp_jax.checkpoint._steps import committed_steps, set_aside
 def make_way(path: str | os.PathLike[str], resumed: int | None) -> None:
     """Renames every step behind the one that the run goes on from.
 
-    They are kept, under names that are no steps: else no save could become the newest
+    They are kept, under names that are not steps: else no save could become the newest
     step. So is a folder that has the name of a step and is none.
 
     Args:

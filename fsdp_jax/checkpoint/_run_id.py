@@ -21,7 +21,7 @@ def find_run_id(path: str | os.PathLike[str]) -> str | None:
 
     Raises:
       DamagedCheckpointError: If the file with the id holds anything else, such as a
-        path, or is no file.
+        path, or is not a file.
     """
     file = as_path(path) / _NAME
     if file.is_symlink() or (file.exists() and not file.is_file()):
@@ -37,8 +37,8 @@ def find_run_id(path: str | os.PathLike[str]) -> str | None:
 
 def _damaged(file: Any, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"'{file}' {what}, and an id of a run has 16 hex digits. Remove it: the next "
-        "save makes a new one, of the newest step."
+        f"'{file}' {what}, but the id of a run has 16 hex digits. Remove it: the next "
+        "save takes the id of the newest step."
     )
 
 

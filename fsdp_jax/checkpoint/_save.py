@@ -186,8 +186,8 @@ def check_free(path: str | os.PathLike[str], step: int) -> None:
         )
     if (folder := as_path(path) / str(step)).exists():
         raise ValueError(
-            f"'{folder}' is in the way of step {step}: it is no complete step, or not "
-            "one of fsdp_jax. Look at it, and remove it."
+            f"'{folder}' is in the way of step {step}: it is incomplete, or not "
+            "written by fsdp_jax. Look at it, and remove it."
         )
 
 

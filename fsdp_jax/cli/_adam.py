@@ -54,8 +54,9 @@ def settings_of_import(
     if needed:
         lines = [f"{option(name)}: {told}" for name, told in needed.items()]
         raise ValueError(
-            f"Adam goes on with the settings it had, and {len(needed)} of them did not "
-            "come along from Megatron:\n  " + "\n  ".join(lines) + "\nGive each "
-            "option; a rate or a decay that changes goes on as the constant you give."
+            f"Adam continues with its settings, but {len(needed)} of them are not in "
+            "the Megatron checkpoint:\n  " + "\n  ".join(lines) + "\nGive each as an "
+            "option; a learning rate or weight decay that followed a schedule "
+            "continues as a constant."
         )
     return adam["known"]

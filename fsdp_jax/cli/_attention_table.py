@@ -1,4 +1,4 @@
-"""Which attention kernel each kind of layer gets, as a table."""
+"""Table of the attention kernel that each kind of layer gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdp_jax.cli._context_parallel import CPForm
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """What beside the model decides its attention kernels.
+    """Settings beside the model that decide its attention kernels.
 
     Attributes:
       device: Device that runs the model.
@@ -74,7 +74,7 @@ def attention_choices(
 
     Args:
       config: Config of the model.
-      settings: What beside it decides.
+      settings: Settings beside the model.
 
     Raises:
       ValueError: If the device cannot run the kernel that is asked for.

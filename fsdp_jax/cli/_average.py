@@ -17,7 +17,7 @@ def averaged(origin: Origin) -> Checkpoint:
       ValueError: If it has no average.
     """
     if not isinstance(origin, Checkpoint):
-        raise ValueError("--ema: the model is no checkpoint of `fsdp-jax train`.")
+        raise ValueError("--ema: the model is not a checkpoint of `fsdp-jax train`.")
     if not origin.metadata.get("train", {}).get("optimizer", {}).get("ema"):
         raise ValueError(
             f"--ema: step {origin.step} of '{origin.path}' was not trained with --ema, "

@@ -31,7 +31,7 @@ _FIELDS = ("code", "plan", "options", "tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What a checkpoint was computed from, as digests.
+    """Digests of the inputs that a checkpoint was computed from.
 
     Attributes:
       step: Number of the step.

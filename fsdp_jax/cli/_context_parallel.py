@@ -77,7 +77,7 @@ def check_context(
     if form == "ring" and pp > 1:
         raise ValueError(
             f"cp={cp}, pp={pp}: --cp-form ring sends keys and values between all "
-            "devices at once, and only those of one stage run a layer. "
+            "devices at once, but only the devices of one stage run a layer at a time. "
             "Use --cp-form all_gather or ulysses."
         )
     heads = config.num_attention_heads
@@ -89,8 +89,8 @@ def check_context(
     ropes = (config.rope, config.sliding_rope)
     if any(rope is not None and rope.rope_type == "longrope" for rope in ropes):
         raise ValueError(
-            f"cp={cp}: LongRoPE turns all heads by the longest of the texts, and each "
-            "rank would know that of its part. Use cp=1."
+            f"cp={cp}: LongRoPE depends on the longest text of a batch, but each rank "
+            "has only its part of each row. Use cp=1."
         )
 
 

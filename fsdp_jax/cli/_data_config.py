@@ -45,12 +45,12 @@ class DataConfig:
     def problems(self) -> list[str]:
         """Returns what is out of range, by option."""
         wrong = [
-            f"--{name} {getattr(self, name)}: at least 1"
+            f"--{name} {getattr(self, name)} must be at least 1"
             for name in ("batch", "seq")
             if getattr(self, name) < 1
         ]
         if not 0 <= self.seed < 2**32:
-            wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
+            wrong.append(f"--seed {self.seed} must be at least 0 and below 2**32")
         if self.has_pairs and self.train_on == "all":
             wrong.append(
                 f"--train-on all: --objective {self.objective} compares answers alone"

@@ -26,7 +26,7 @@ _README = "README.md"
 
 @dataclasses.dataclass(frozen=True)
 class DatasetName:
-    """An entry of `--data` that is no file: `NAME[@REVISION][:CONFIG][:SPLIT]`.
+    """An entry of `--data` that is not a file: `NAME[@REVISION][:CONFIG][:SPLIT]`.
 
     Attributes:
       name: Folder, or hub id.
@@ -78,7 +78,7 @@ def is_hub_id(entry: Path) -> bool:
 
 
 def check_folder(entry: Path, option: str = "--data") -> None:
-    """Raises a `ValueError` if a folder is no data set, or lacks the split.
+    """Raises a `ValueError` if a folder is not a data set, or lacks the split.
 
     Args:
       entry: Entry of `--data`; hub ids are not checked.
@@ -159,7 +159,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"'{file.name}' cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"'{file.name}' is no JSON object")
+        raise ValueError(f"'{file.name}' is not a JSON object")
     return found
 
 
@@ -176,7 +176,7 @@ def _configs(readme: Path) -> Sequence[Mapping[str, Any]]:
     if not isinstance(found, (list, tuple)) or not all(
         isinstance(each, dict) for each in found
     ):
-        raise ValueError("its README's configs are no list of objects")
+        raise ValueError("its README's configs are not a list of objects")
     return found
 
 

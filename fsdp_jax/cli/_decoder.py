@@ -85,7 +85,9 @@ def plan_decoder(
         fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
     )
     # Refuses a kernel that the devices cannot run, before anything is traced.
-    attention_choices(config, settings_of(mesh, fsdp_config, cp_form, attention))
+    packed = "segment_ids" in sequences
+    settings = settings_of(mesh, fsdp_config, cp_form, attention, packed=packed)
+    attention_choices(config, settings)
     return fsdp.fully_shard(
         functools.partial(
             _make_decoder,
@@ -149,10 +151,11 @@ class LossConfig:
         wrong = []
         if not 0 <= self.label_smoothing < 1:
             wrong.append(
-                f"--label-smoothing {self.label_smoothing}: at least 0, less than 1"
+                f"--label-smoothing {self.label_smoothing} must be at least 0 and less "
+                "than 1"
             )
         if not 0 <= self.z_loss < math.inf:
-            wrong.append(f"--z-loss {self.z_loss}: a finite number, at least 0")
+            wrong.append(f"--z-loss {self.z_loss} must be finite and at least 0")
         if self.dpo_beta is not None and not 0 < self.dpo_beta < math.inf:
             wrong.append(f"--dpo-beta {self.dpo_beta}: a finite number, more than 0")
         return wrong

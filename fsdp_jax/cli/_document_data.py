@@ -53,7 +53,7 @@ class Encoder:
           config: Options of the data.
 
         Raises:
-          ValueError: If lines are no records, or no document has a token to train on.
+          ValueError: If lines are not records, or no document has a token to train on.
         """
         template = read_chat_template(self.directory)
         groups = _read_groups(file, template, config)
@@ -211,7 +211,7 @@ def read_documents(
         None if there is one process.
 
     Raises:
-      ValueError: If lines are no records, or weights do not fit the files.
+      ValueError: If lines are not records, or weights do not fit the files.
       OtherProcessError: If the first process failed, in the others.
     """
     weights = parse_weights(config.data_weights, len(files))

@@ -103,7 +103,7 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in given:
         if not _is_positive(environ[name]):
             yield Finding(
-                f"{name}={environ[name]} is no share of the memory.",
+                f"{name}={environ[name]} is not a share of the memory.",
                 f"export {name}=0.75, or another number above 0",
             )
 

@@ -43,7 +43,7 @@ def check_creatable(path: Path, option: str) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise ValueError(f"{option} '{path}': '{existing}' is no directory.")
+        raise ValueError(f"{option} '{path}': '{existing}' is not a directory.")
     try:
         # Only writing tells: root may write anywhere by permission, but not in /proc.
         tempfile.TemporaryFile(dir=existing).close()

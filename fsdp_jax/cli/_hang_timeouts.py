@@ -31,7 +31,7 @@ class HangTimeouts:
     watchdog: str
 
     def findings(self) -> Iterator[Finding]:
-        """Yields what would hang in silence, or is no time."""
+        """Yields what would hang in silence, or is not a time."""
         if self.nccl < 0:
             yield Finding(
                 "A collective that one device of a process never enters hangs in "
@@ -47,7 +47,7 @@ class HangTimeouts:
             )
         elif not _DURATION.fullmatch(self.watchdog):
             yield Finding(
-                f"{WATCHDOG}={self.watchdog} is no time: XLA fails at the first step.",
+                f"{WATCHDOG}={self.watchdog} is not a duration: XLA fails at step 1.",
                 f'export XLA_FLAGS="$XLA_FLAGS --{WATCHDOG}=1800s"',
             )
 

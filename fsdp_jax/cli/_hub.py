@@ -27,9 +27,9 @@ def check_push(repo: str) -> None:
         huggingface_hub.HfApi().whoami()
     except (HfHubHTTPError, OSError) as error:
         raise ValueError(
-            f"--push {repo}: the hub at {constants.ENDPOINT} does not "
-            f"know who you are ({_first_line(error)}). Log in with `hf auth login`, or "
-            "set HF_TOKEN."
+            f"--push {repo}: the hub at {constants.ENDPOINT} does not accept your "
+            f"login ({_first_line(error)}). Log in with `hf auth login`, or set "
+            "HF_TOKEN."
         ) from error
 
 

@@ -25,7 +25,7 @@ Write = Callable[[int, Numbers], None]
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """What a writer needs to know of a run.
+    """Facts of a run for its log writers.
 
     Attributes:
       name: Name of the run: that of its directory.

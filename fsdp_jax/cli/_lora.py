@@ -127,7 +127,7 @@ class AdapterConfig:
             return [f"{name} needs --lora-rank" for name, x in alone.items() if x]
         wrong = []
         if self.lora_rank < 0:
-            wrong.append(f"--lora-rank {self.lora_rank}: at least 1")
+            wrong.append(f"--lora-rank {self.lora_rank} must be at least 1")
         if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
             wrong.append(f"--lora-alpha {self.lora_alpha}: a finite number above 0")
         return wrong

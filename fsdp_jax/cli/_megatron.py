@@ -48,7 +48,7 @@ class MegatronLayout:
         ]
         if changed and not written:
             raise ValueError(
-                f"{', '.join(changed)}: of checkpoints for Megatron, and none is "
+                f"{', '.join(changed)} apply to Megatron checkpoints, and none is "
                 "written."
             )
 
@@ -117,7 +117,10 @@ class MegatronLayout:
           What is not converted, one line each.
         """
         if self.vocab_divisor != MegatronLayout().vocab_divisor:
-            raise ValueError("--vocab-divisor: with --optimizer that of SRC is kept.")
+            raise ValueError(
+                "--vocab-divisor cannot be set with --optimizer, which "
+                "keeps that of SRC."
+            )
         return bridge.megatron.convert_megatron(
             src,
             out,

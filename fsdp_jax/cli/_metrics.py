@@ -150,8 +150,8 @@ def read_losses(path: Path) -> dict[int, float]:
             losses[int(metrics["step"])] = float(metrics["loss"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"'{path}', line {number}, is no JSON object with a step and a loss: "
-                f"{error!r}. Give files written by `fsdp-jax train --metrics`."
+                f"'{path}', line {number}, is not a JSON object with a step and a "
+                f"loss: {error!r}. Give files written by `fsdp-jax train --metrics`."
             ) from error
     return losses
 

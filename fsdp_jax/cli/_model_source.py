@@ -212,8 +212,9 @@ def open_any(
             return _open_megatron(path, step, config, ignore_fields)
         if path.is_dir() and not any(path.glob("*.safetensors")):
             raise ValueError(
-                f"No checkpoint at '{path}': the directory has no config.json, as a "
-                "model of Hugging Face, nothing of Megatron, and no committed step."
+                f"No checkpoint at '{path}': the directory is neither a Hugging Face "
+                "model (config.json) nor a Megatron checkpoint, and has no committed "
+                "step."
             )
     _refuse_step(step, path)
     return open_hf(str(model), config, ignore_fields)
@@ -263,7 +264,7 @@ def open_hf(
       ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
-      ValueError: If it is no safetensors checkpoint of a supported family.
+      ValueError: If it is not a safetensors checkpoint of a supported family.
     """
     path = bridge.resolve(hf)
     bridge.open_checkpoint(path)
@@ -298,8 +299,8 @@ def open_run(path: Path, step: int | None) -> Checkpoint:
     trained = {"train", "data"} <= set(origin.metadata)
     if not trained and "optimizer" not in origin.metadata:
         raise ValueError(
-            f"Step {origin.step} of '{path}' was imported, not trained: there is "
-            f"nothing to go on from. Start from it with --hf {path}."
+            f"Step {origin.step} of '{path}' was imported, not trained: there is no "
+            f"run to resume. Start from it with --hf {path}."
         )
     return origin
 

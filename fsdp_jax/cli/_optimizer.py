@@ -88,14 +88,16 @@ class OptimizerConfig:
             if not 0 <= (value := getattr(self, name)) < math.inf
         ]
         wrong += [
-            f"{_option(name)} {value}: at least 0, less than 1"
+            f"{_option(name)} {value} must be at least 0 and less than 1"
             for name in ("b1", "b2", "ema")
             if (value := getattr(self, name)) is not None and not 0 <= value < 1
         ]
         if not 0 < self.lr_decay <= 1:
-            wrong.append(f"--lr-decay {self.lr_decay}: more than 0, at most 1")
+            wrong.append(
+                f"--lr-decay {self.lr_decay} must be more than 0 and at most 1"
+            )
         if self.warmup < 0:
-            wrong.append(f"--warmup {self.warmup}: at least 0")
+            wrong.append(f"--warmup {self.warmup} must be at least 0")
         if self.lr_steps is None and self.lr_schedule != "constant":
             wrong.append(f"--lr-schedule {self.lr_schedule} needs --lr-steps")
         if self.lr_steps is not None and self.lr_steps <= self.warmup:

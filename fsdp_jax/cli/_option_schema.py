@@ -56,7 +56,7 @@ def _schema(hint: Any) -> Schema:
     if origin in (typing.Union, types.UnionType):  # Not given, or a value.
         (given,) = (part for part in parts if part is not type(None))
         return _schema(given)
-    raise TypeError(f"{hint} is the type of no option.")
+    raise TypeError(f"No option has the type {hint}.")
 
 
 def problems(value: Any, schema: Schema, where: str) -> Iterator[str]:
@@ -78,7 +78,7 @@ def problems(value: Any, schema: Schema, where: str) -> Iterator[str]:
         for index, item in enumerate(value):
             yield from problems(item, schema["items"], f"{where}[{index}]")
     elif not _is(value, schema["type"]):
-        yield f"{where}: {value!r} is no {schema['type']}"
+        yield f"{where}: {value!r} is not a {schema['type']}"
 
 
 def _is(value: Any, kind: str) -> bool:

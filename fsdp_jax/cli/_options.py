@@ -74,7 +74,9 @@ class Devices:
         """
         for name, count in dataclasses.asdict(self).items():
             if count is not None and count < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {count}: at least 1.")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {count} must be at least 1."
+                )
         if self.cpu_devices is not None:
             _simulate_cpu_devices(self.cpu_devices)
         initialize(config={"arguments": sys.argv[1:]})
@@ -95,6 +97,6 @@ def _simulate_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         raise ValueError(
-            f"--cpu-devices {count}: jax runs already with {jax.device_count('cpu')}, "
-            "and cannot change it within a process. Use --devices."
+            f"--cpu-devices {count}: jax already runs with {jax.device_count('cpu')} "
+            "CPU devices, and the number cannot change within a process. Use --devices."
         ) from error

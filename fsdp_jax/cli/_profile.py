@@ -75,7 +75,7 @@ class Profile:
         first = min(start + 2, steps) if first is None else first
         count = max(1, min(_STEPS, steps - first + 1)) if count is None else count
         if count < 1:
-            raise ValueError(f"--profile-steps {count}: at least 1.")
+            raise ValueError(f"--profile-steps {count} must be at least 1.")
         last = first + count - 1
         if not start < first <= last <= steps:
             raise ValueError(

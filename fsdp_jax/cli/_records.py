@@ -155,7 +155,7 @@ def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
         try:
             records = _loads(text)
         except ValueError as error:
-            raise ValueError(f"--data '{file}' is no JSON: {error}") from error
+            raise ValueError(f"--data '{file}' is not JSON: {error}") from error
         yield from (functools.partial(_checked, record) for record in records)
         return
     for line in text.splitlines():
@@ -265,8 +265,8 @@ def conversation_record(
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """Returns a field; raises a `ValueError` if it is no text."""
+    """Returns a field; raises a `ValueError` if it is not a string."""
     value = fields[name]
     if not isinstance(value, str):
-        raise ValueError(f"{name} is no string")
+        raise ValueError(f"{name} is not a string")
     return value

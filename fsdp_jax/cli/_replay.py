@@ -39,7 +39,7 @@ class ReplayOptions:
         """Raises a `ValueError` for numbers out of range, or without effect."""
         every, rtol = self.check_replay, self.replay_rtol
         if every is not None and every < 1:
-            raise ValueError(f"--check-replay {every}: at least 1.")
+            raise ValueError(f"--check-replay {every} must be at least 1.")
         if rtol is not None and not (every and 0 <= rtol < math.inf):
             raise ValueError(
                 f"--replay-rtol {rtol}: a finite number, at least 0, with "

@@ -60,7 +60,7 @@ class WithScoreHead:
 
     def lazy_params(self) -> PyTree:
         """Raises a `ValueError`: a drawn score head is in no file."""
-        raise ValueError("A score head that is drawn anew cannot be read from files.")
+        raise ValueError("A newly initialized score head cannot be read from files.")
 
     def _draw(self, like: PyTree) -> PyTree:
         """Draws the kernel as transformers does: normal, of `initializer_range`."""

@@ -59,7 +59,7 @@ class Routing:
         ]
         capacity = self.capacity_factor
         if capacity is not None and not 0 < capacity < math.inf:
-            wrong.append(f"--capacity-factor {capacity}: more than 0")
+            wrong.append(f"--capacity-factor {capacity} must be more than 0")
         return wrong
 
     @property

@@ -43,7 +43,7 @@ def expand(words: Sequence[str], command: type) -> list[str]:
       Arguments without a file and without `--set`.
 
     Raises:
-      ValueError: If the file is no YAML, or has unknown options or values of other
+      ValueError: If the file is not YAML, or has unknown options or values of other
         types, all offenders in one message; or a run without a file is resumed without
         `--data`.
     """
@@ -77,12 +77,12 @@ def read_run_file(file: Any, schema: Schema) -> dict[str, Any]:
       ValueError: As for `expand`.
     """
     if not file.exists():
-        raise ValueError(f"'{file}' is no file that describes a run.")
+        raise ValueError(f"'{file}' is not a file that describes a run.")
     try:
         values = yaml.load(file.read_bytes().decode(), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"'{file}' is no YAML: {' '.join(str(error).split())}"
+            f"'{file}' is not YAML: {' '.join(str(error).split())}"
         ) from error
     wrong = list(_wrong(values, schema))
     if wrong:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live screen, or a progress bar."""
+"""Display of a run: a live screen, or a progress bar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MIN_WIDTH, _MIN_HEIGHT = 40, 16
 
 
 class Screen(Protocol):
-    """What shows the steps of a run.
+    """Display of the steps of a run.
 
     Attributes:
       has_figures: Whether it shows all metrics, in the place of a line a step.

@@ -42,7 +42,7 @@ def read_table(file: Path) -> Iterator[dict[str, Any]]:
             yield from map(_without_nulls, batch.to_pylist())
     except (ValueError, OSError) as error:
         kind = "Arrow" if is_arrow else "Parquet"
-        raise ValueError(f"--data '{file}' is no {kind}: {error}") from error
+        raise ValueError(f"--data '{file}' is not a {kind}: {error}") from error
 
 
 def _parquet(file: Path) -> Iterator[Any]:

@@ -53,7 +53,7 @@ def check_files(files: Sequence[Path], option: str = "--data") -> None:
     """
     entries, files = files, [f for f in files if dataset_name(f) is None]
     wrong = [f"'{f}' is not there" for f in files if not f.exists()]
-    wrong += [f"'{f}' is no file" for f in files if f.exists() and not f.is_file()]
+    wrong += [f"'{f}' is not a file" for f in files if f.exists() and not f.is_file()]
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
     if wrong or not entries:
         raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")
@@ -80,7 +80,7 @@ def read_tokens(
 
     Raises:
       ValueError: If an id would have no row of the embedding, there is no tokenizer,
-        or a file is no text.
+        or a file is not a text.
     """
     codec = open_codec(tokenizer, tokenizer_file, vocab_size)
     if tokenizer == "bytes":  # Any files, and not only text.
@@ -139,5 +139,5 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--data '{file}' is no UTF-8 text ({error}). Use --tokenizer bytes."
+            f"--data '{file}' is not UTF-8 text ({error}). Use --tokenizer bytes."
         ) from error

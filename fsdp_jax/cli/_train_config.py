@@ -49,7 +49,7 @@ class TrainConfig:
         """Checks the ranges."""
         wrong = [problem for part in _parts(self) for problem in part.problems()]
         if self.microbatches < 1:
-            wrong.append(f"--microbatches {self.microbatches}: at least 1")
+            wrong.append(f"--microbatches {self.microbatches} must be at least 1")
         if self.optimizer.optimizer == "muon" and self.lora.lora_rank:
             wrong.append("--optimizer muon is for whole matrices, not for --lora-rank")
         if self.optimizer.ema and self.lora.lora_rank:
@@ -189,14 +189,14 @@ def merge_options(
     same = [name for name in _names(DataConfig) if name != "batch"]
     if changed := _changed(same, given, values):
         raise ValueError(
-            f"A resumed run goes on with the same rows, which {', '.join(changed)} "
+            f"A resumed run continues with the same rows, which {', '.join(changed)} "
             "would change. Leave the option out, or start anew: export the checkpoint "
             "and train with --hf."
         )
     if changed := _changed(_names(AdapterConfig), given, values):
         raise ValueError(
-            f"A resumed run trains what it trained: {', '.join(changed)}. Leave the "
-            "option out, or start anew: export the checkpoint and train with --hf."
+            f"A resumed run trains the same parameters: {', '.join(changed)}. Leave "
+            "the option out, or start anew: export the checkpoint and train with --hf."
         )
     config = config_of({**values, **given})
     _check_same_state(config, saved)
@@ -244,7 +244,7 @@ def _check_same_state(config: TrainConfig, saved: TrainConfig) -> None:
         )
     if changed:
         raise ValueError(
-            f"A resumed run goes on with the state it had: {'; '.join(changed)}. Leave "
+            f"A resumed run keeps the layout of its state: {'; '.join(changed)}. Leave "
             "the option out, or start anew: export the checkpoint and train with --hf."
         )
 

@@ -332,9 +332,9 @@ class _Measure:
         if not (math.isfinite(loss) and (math.isfinite(grad_norm) or skipped)):
             raise CheckFailed(
                 f"Training diverged: step {number} has loss {loss} and grad_norm "
-                f"{grad_norm}. Its batch is {self._run.name_rows(batches.last_rows())}."
-                " Start again from an earlier step with a smaller --lr, or without "
-                "what is wrong in this data."
+                f"{grad_norm}. Its batch is "
+                f"{self._run.name_rows(batches.last_rows())}. Start again from an "
+                "earlier step with a smaller --lr, or without the rows that cause it."
             )
         secs = time.perf_counter() - began
         return StepMetrics(

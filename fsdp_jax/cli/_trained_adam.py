@@ -66,7 +66,7 @@ def _config_of(origin: Checkpoint) -> TrainConfig:
         raise ValueError(
             f"--optimizer: step {origin.step} of '{origin.path}' was trained with "
             f"{', '.join(option for option, is_wrong in wrong.items() if is_wrong)}, "
-            "and Megatron goes on with AdamW in float32 on all weights alone. Leave "
+            "but Megatron resumes only AdamW in float32 on all weights. Leave "
             "--optimizer out to export the weights."
         )
     return config

@@ -61,7 +61,7 @@ def open_user_model(
         `stacked:` before it, a stack.
 
     Raises:
-      ValueError: If something is missing, cannot be imported, or is no batch.
+      ValueError: If something is missing, cannot be imported, or is not a batch.
     """
     given = {"--loss": loss, "--batch": batch}
     missing = [option for option, value in given.items() if value is None]
@@ -170,8 +170,8 @@ def _read_batch(text: str) -> Any:
     leaves = jax.tree.leaves(batch)
     if not leaves or not all(leaf.shape for leaf in leaves):
         raise ValueError(
-            f"--batch {text}: {len(leaves)} array(s), of which each has rows as its "
-            "first dim. Give at least one, and no scalar."
+            f"--batch {text}: {len(leaves)} array(s). Give at least one, each with "
+            "rows as its first dim, and no scalar."
         )
     return batch
 
@@ -198,4 +198,4 @@ def _dtype(name: str, text: str) -> Any:
     try:
         return jnp.dtype(name)
     except TypeError as error:
-        raise ValueError(f"--batch {text}: '{name}' is no dtype.") from error
+        raise ValueError(f"--batch {text}: '{name}' is not a dtype.") from error

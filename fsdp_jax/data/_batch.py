@@ -38,7 +38,7 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
         raise ValueError(
             "Every leaf of a batch has the rows of the batch as its first dim; got "
             f"{shown or '0 rows'}{'; scalars: ' if scalars else ''}"
-            f"{', '.join(scalars)}. Close over what is no row, or broadcast it."
+            f"{', '.join(scalars)}. Close over what has no rows, or broadcast it."
         )
     num_rows = next(iter(rows.values()))
     ranks = num_devices(plan.mesh, BATCH_AXES)

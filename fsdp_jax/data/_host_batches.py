@@ -50,8 +50,8 @@ def host_shard(mesh: Mesh) -> HostShard:
     mine = parts.get(jax.process_index())
     if mine is None:
         raise ValueError(
-            f"The mesh is of devices of process {', '.join(map(str, parts))}, and has "
-            f"none of process {jax.process_index()}. Use devices of every process."
+            f"The mesh has devices of process {', '.join(map(str, parts))}, but none "
+            f"of process {jax.process_index()}. Use devices of every process."
         )
     found = sorted(set(parts.values()))
     ranks = [rank for part in found for rank in part]
@@ -133,7 +133,7 @@ class HostBatches:
     def __getitem__(self, index: int) -> Rows:
         """Returns the rows of this host of one global batch, stacked."""
         if not 0 <= index < len(self):
-            raise IndexError(f"Batch {index} of {len(self)}.")
+            raise IndexError(f"Batch {index} is out of range: there are {len(self)}.")
         share = self.batch // self.shard.count
         first = index * self.batch + self.shard.index * share
         numbers = range(
@@ -174,7 +174,7 @@ def global_batch(mesh: Mesh, rows: Rows, batch: int) -> Any:
         raise ValueError(
             f"Of a global batch of {batch} rows this host has {share}; got "
             f"{', '.join(map(str, sorted(found))) or 'none'}. For a last batch that is "
-            "not full there is padded_global_batch."
+            "not full use padded_global_batch."
         )
     return _place(mesh, rows, batch)
 

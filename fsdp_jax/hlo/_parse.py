@@ -176,8 +176,8 @@ def parse(text: str) -> Module:
         entry = name if is_entry else entry
     if entry is None:
         raise ValueError(
-            "This text has no ENTRY computation: it is no compiled module. Pass what "
-            "compiled.as_text() returns."
+            "This text is not a compiled module: it has no ENTRY computation. Pass the "
+            "result of compiled.as_text()."
         )
     return Module(computations, entry)
 

@@ -191,7 +191,7 @@ def _check_greeting(connection: socket.socket) -> str:
     if greeting != GREETING or not isinstance(nonce, str):
         host, port = connection.getpeername()[:2]
         raise ValueError(
-            f"What listens at {host}:{port} is no coordinator of this version of "
+            f"What listens at {host}:{port} is not a coordinator of this version of "
             "fsdp_jax: another program has the port. Choose another, the same for all "
             "processes."
         )

@@ -1,4 +1,9 @@
-"""Detection of a process's place in its job, from arguments or the environment."""
+"""Detection of a process's place in its job, from arguments or the environment.
+
+torchrun's variables are read here. SLURM, Open MPI, Kubernetes and TPU pods are
+detected by jax (`CLUSTER_ENV`); SLURM and Kubernetes are checked here for jobs in which
+each process would run alone.
+"""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Coordinator:
 
         Raises:
           TimeoutError: If none comes in time.
-          ValueError: If what comes is no handshake.
+          ValueError: If what comes is not a handshake.
         """
         if len(self._unidentified) >= _MAX_UNIDENTIFIED:
             next(iter(self._unidentified)).transport.abort()

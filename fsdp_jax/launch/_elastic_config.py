@@ -47,9 +47,9 @@ class ElasticConfig:
                 "from 1, MIN at most MAX"
             )
         if self.max_restarts < 0:
-            wrong.append(f"max_restarts {self.max_restarts}: at least 0")
+            wrong.append(f"max_restarts {self.max_restarts} must be at least 0")
         if not self.rejoin_secs >= 0:
-            wrong.append(f"rejoin_secs {self.rejoin_secs}: at least 0, or inf")
+            wrong.append(f"rejoin_secs {self.rejoin_secs} must be at least 0, or inf")
         if not 0 < self.stop_secs < math.inf:
             wrong.append(f"stop_secs {self.stop_secs}: finite, more than 0")
         rows = self.global_batch

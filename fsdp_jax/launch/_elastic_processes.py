@@ -90,8 +90,8 @@ class ElasticProcesses:
         self._devices, self._timeouts = devices_per_process, timeouts
         self._environment = dict(os.environ if environment is None else environment)
         self._places = Places(num_processes)
-        # Signal handlers set these. They are no threading.Event: its lock is held while
-        # it is cleared, and a handler that sets it then would wait for its own thread.
+        # Signal handlers set these. A threading.Event would not do: its lock is held
+        # while it is cleared, and a handler that sets it then waits for its own thread.
         self._stop_signal: int | None = None
         self._grow_requested = False
         self.processes: Processes | None = None

@@ -81,7 +81,7 @@ class Generation:
         if min(global_batch, num_microbatches, data_ranks) < 1:
             raise ValueError(
                 f"global_batch={global_batch}, num_microbatches={num_microbatches}, "
-                f"data_ranks={data_ranks}: each at least 1."
+                f"data_ranks={data_ranks}: each must be at least 1."
             )
         if self.global_batch not in (None, global_batch):
             raise ValueError(

@@ -288,7 +288,7 @@ def _check(num_processes: int, devices: int | None) -> None:
         ("devices per process", devices),
     ):
         if number is not None and number < 1:
-            raise ValueError(f"{number} {name}: at least 1.")
+            raise ValueError(f"The number of {name} must be at least 1, got {number}.")
 
 
 def _status(child: subprocess.Popen[str]) -> int | None:

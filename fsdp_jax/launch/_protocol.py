@@ -54,7 +54,7 @@ def check_signature(message: Message, nonce: str, token: str) -> Message | None:
     """Returns the handshake in a message; None if its sender does not know the token.
 
     Raises:
-      ValueError: If it is no signed handshake.
+      ValueError: If it is not a signed handshake.
     """
     handshake, proof = message.get("handshake"), message.get("proof")
     if not isinstance(handshake, dict) or not isinstance(proof, str):
@@ -107,6 +107,6 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) < 2**16):
         raise ValueError(
-            f"'{address}' is no address of a coordinator: write it as host:port."
+            f"'{address}' is not an address of a coordinator: write it as host:port."
         )
     return host.removeprefix("[").removesuffix("]"), int(port)

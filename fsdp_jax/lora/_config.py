@@ -82,8 +82,9 @@ class LoRAConfig:
         """Validates the ranges; all offenders in one message."""
         if isinstance(self.targets, str) or isinstance(self.modules_to_save, str):
             raise ValueError(
-                f"LoRAConfig(targets={self.targets!r}, modules_to_save="
-                f"{self.modules_to_save!r}): each is a sequence of path patterns."
+                f"LoRAConfig(targets={self.targets!r}, "
+                f"modules_to_save={self.modules_to_save!r}): each must be a sequence "
+                "of path patterns."
             )
         object.__setattr__(self, "targets", tuple(self.targets))
         object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))

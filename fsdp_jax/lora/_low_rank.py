@@ -58,10 +58,9 @@ class Factored:
         """
         if self.dropout:
             raise ValueError(
-                f"'{self.name}' is used otherwise than as a matrix that an input is "
-                f"multiplied by, so there is no input of which dropout={self.dropout} "
-                "could leave out a share. Leave it out of `targets`, or use "
-                "LoRAConfig(dropout=0.0)."
+                f"'{self.name}' is not only multiplied with an input, and "
+                f"dropout={self.dropout} of the factors applies to that input. Leave "
+                "it out of `targets`, or use LoRAConfig(dropout=0.0)."
             )
         product = jnp.tensordot(self.a, self.b, 1)
         product = jnp.transpose(product, _inverse((*self.a_dims, *self.b_dims)))
@@ -118,7 +117,7 @@ def _apply(closed: core.ClosedJaxpr, eqn: Any, values: list[Any]) -> Sequence[An
 
 def _run(closed: core.ClosedJaxpr, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Evaluates one equation on arrays."""
-    # `function_of` keeps the constants of the program: they are no inputs.
+    # `function_of` keeps the constants of the program: they are not inputs.
     constants = set(closed.jaxpr.constvars)
     given = {
         v: value

@@ -227,6 +227,6 @@ def _check(values: Array, mask: Array, axes: Sequence[str]) -> None:
     if missing and not mesh.empty:
         raise ValueError(
             f"The mesh has axes {tuple(mesh.shape)}, without {', '.join(missing)}: the "
-            "sum of one rank would be left. Pass axes=..., those on whose ranks are "
-            "other values."
+            "result would be that of one rank. Pass axes=..., the axes whose ranks "
+            "hold different values."
         )

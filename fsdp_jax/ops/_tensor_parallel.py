@@ -10,6 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from fsdp_jax._scopes import SEQUENCE_PARALLEL
+
 
 def sequence_parallel(
     x: Float[Array, "batch seq features"],
@@ -86,5 +88,5 @@ _move.defvjp(
 
 def _lie(x: Array, axis: str, dim: int | None) -> Array:
     spec = PartitionSpec(*(axis if d == dim else None for d in range(x.ndim)))
-    with jax.named_scope("sequence_parallel"):
+    with jax.named_scope(SEQUENCE_PARALLEL):
         return lax.with_sharding_constraint(x, spec)

@@ -54,7 +54,9 @@ def eight_bit(
       bitsandbytes `functional.py::create_dynamic_map` for the values.
     """
     if block < 1 or min_elements < 1:
-        raise ValueError(f"eight_bit({block=}, {min_elements=}): each is at least 1.")
+        raise ValueError(
+            f"eight_bit({block=}, {min_elements=}) must each be at least 1."
+        )
 
     def codec(fields: str) -> _EightBits | None:
         names = set(fields.split("."))

@@ -30,7 +30,9 @@ def ema_of_params(decay: float) -> optax.GradientTransformation:
       True
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"ema_of_params({decay}): at least 0, less than 1.")
+        raise ValueError(
+            f"ema_of_params: decay={decay} must be at least 0 and less than 1."
+        )
 
     def init(params: Any) -> optax.EmaState:
         return optax.EmaState(jnp.zeros((), jnp.int32), jax.tree.map(_wide, params))

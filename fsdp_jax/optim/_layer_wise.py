@@ -206,7 +206,7 @@ def _is_chosen(param: ParamPlan, patterns: Sequence[str]) -> bool:
 def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> None:
     optimized = [param.name for param in plan.param_plans if param.is_optimized]
     wrong = [
-        f"'{param.name}' {param.shape} is no matrix"
+        f"'{param.name}' {param.shape} is not a matrix"
         for param in chosen
         if param.ndim_in_unit - _counts_experts(plan, param) != 2
     ]

@@ -32,7 +32,7 @@ class QuantizedState(NamedTuple):
 
 
 class Codec(Protocol):
-    """How one array of a state is quantized."""
+    """Quantization of one array of a state."""
 
     def encode(self, x: Array) -> tuple[Array, Array]:
         """Returns codes in the shape of a float32 array, and scales of its blocks."""
@@ -45,13 +45,13 @@ class Codec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StateForm:
-    """Which arrays of a state are quantized, and how.
+    """Selection of the arrays of a state that are quantized, and their codecs.
 
     Attributes:
       codec: Takes the fields of an array in the state, such as `0.mu`, without the
         path of its parameter; None leaves it.
       min_elements: Number of elements below which an array is left in float32.
-      asked: What asked for this form, for errors.
+      asked: Call or option that asked for this form, for errors.
     """
 
     codec: Callable[[str], Codec | None]
@@ -81,8 +81,9 @@ def with_quantized_state(
         ]
         if not any(codecs):
             raise ValueError(
-                f"{form.asked} quantizes nothing of this optimizer's state: no float32 "
-                "array that it names has the shape of a parameter and as many elements."
+                f"{form.asked} finds nothing to quantize in this optimizer's state: no "
+                "float32 array that it names has the shape of a parameter and enough "
+                "elements."
             )
         return _encode(state, codecs)
 

@@ -50,7 +50,7 @@ class _Carry(NamedTuple):
 
 
 class _BackwardCarry(NamedTuple):
-    """What a backward changes of the carry.
+    """Part of the carry that a backward changes.
 
     Attributes:
       d_message: Before, the cotangent of the chunk's output; after, that of its input.

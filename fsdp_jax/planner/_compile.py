@@ -45,7 +45,7 @@ def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
     """
     in_node = gpu.cost.devices_per_node
     if count < 1:
-        raise ValueError(f"{count} GPUs: at least 1.")
+        raise ValueError(f"The number of GPUs must be at least 1, got {count}.")
     if count > in_node and count % in_node:
         raise ValueError(
             f"{count} GPUs are neither a part of a node of {in_node} nor whole nodes. "

@@ -52,7 +52,7 @@ class Kernel:
 def kernel_of(
     module: Module, computation: Computation, one: Instruction
 ) -> Kernel | None:
-    """Returns the kernel of an instruction that is no collective; None for none.
+    """Returns the kernel of an instruction that is not a collective; None for none.
 
     Called computations are not included, except for fusions.
     """

@@ -66,7 +66,7 @@ def new_figure(path: str | Path, width: float, height: float) -> Figure:
         .svg.
     """
     if Path(path).suffix not in (".png", ".svg"):
-        raise ValueError(f"The picture '{path}' is drawn as .png or .svg: name it so.")
+        raise ValueError(f"The name of the picture '{path}' must end in .png or .svg.")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -144,7 +144,7 @@ def _gpus(file: Path) -> Iterator[Any]:
         data = ProfileData.from_serialized_xspace(file.read_bytes())
         planes = list(data.planes)
     except RuntimeError as error:
-        raise ValueError(f"'{file}' is no profile of jax: {error}") from error
+        raise ValueError(f"'{file}' is not a profile of jax: {error}") from error
     gpus = (plane for plane in planes if plane.name.startswith("/device:GPU"))
     yield from sorted(gpus, key=lambda plane: plane.name)
 

@@ -99,7 +99,7 @@ def _step(item: list[Any]) -> Step:
         case ["branch", turns, choices]:
             listed = tuple(tuple(_step(i) for i in choice) for choice in choices)
             return Branch(listed, tuple(turns) if turns else None)
-    raise ValueError(f"'{item[0]}' is no kind of step: this file has no schedule.")
+    raise ValueError(f"'{item[0]}' is not a kind of step: this file has no schedule.")
 
 
 def _shapes(listed: list[list[Any]]) -> tuple[Shape, ...]:

@@ -89,7 +89,7 @@ def state_digest(state: PyTree) -> StateDigest:
 
     It takes a pass over the state in device memory. Leaves are identified as in a
     checkpoint, so that the digest of a state that was loaded or moved to another mesh
-    is the same. It detects accidents; it is no cryptographic hash of the values.
+    is the same. It detects accidents; it is not a cryptographic hash of the values.
 
     Args:
       state: Tree of arrays on one mesh. In a job of several processes all of them must

@@ -1,4 +1,4 @@
-"""What a change of plan moves between devices, leaf by leaf, before anything moves."""
+"""Moves between devices that a change of plan needs, computed leaf by leaf."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = {"leaf": "left", "shape": "right", "dtype": "left"} | dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True)
 class LeafMove:
-    """What moves of one leaf.
+    """Bytes of one leaf that move.
 
     Attributes:
       name: Dotted name, as in a checkpoint.
@@ -67,7 +67,7 @@ class LeafMove:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """What `reshard` moves; `print` shows a line a leaf, the bytes and the peak.
+    """Moves of a `reshard`; `print` shows a line a leaf, the bytes and the peak.
 
     Attributes:
       leaves: Leaves in the order in which they move.

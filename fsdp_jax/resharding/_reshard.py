@@ -114,7 +114,7 @@ def plan_moves(
       0
     """
     if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes={chunk_bytes}: at least 1.")
+        raise ValueError(f"chunk_bytes={chunk_bytes} must be at least 1.")
     before, after = _abstract(state), _abstract(_target(state, plan, tx))
     _check(before, after)
     leaves = (move_of(n, before[n], leaf, chunk_bytes) for n, leaf in after.items())

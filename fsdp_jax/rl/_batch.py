@@ -205,7 +205,7 @@ class Batch:
           ValueError: If `num_rows` is below 1.
         """
         if num_rows < 1:
-            raise ValueError(f"split into {num_rows} rows: at least 1.")
+            raise ValueError(f"split: num_rows={num_rows} must be at least 1.")
         starts = range(0, len(self), num_rows)
         return [self[start : start + num_rows] for start in starts]
 
@@ -232,7 +232,10 @@ class Batch:
           ValueError: If there is no row, or `divisor` is below 1.
         """
         if divisor < 1 or not len(self):
-            raise ValueError(f"pad {len(self)} rows to a multiple of {divisor}.")
+            raise ValueError(
+                f"Cannot pad {len(self)} rows to a multiple of {divisor}: "
+                "both must be at least 1."
+            )
         added = -len(self) % divisor
         return self[np.arange(len(self) + added) % len(self)], added
 

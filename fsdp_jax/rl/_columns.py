@@ -32,7 +32,7 @@ def check_columns(arrays: Mapping[str, Any], objects: Mapping[str, np.ndarray]) 
     )
     if both or scalars:
         raise ValueError(
-            "A batch has columns of rows, each of another name; got "
+            "The columns of a batch need different names, and rows; got "
             + ", ".join(
                 [f"{name} 2 times" for name in both]
                 + [f"{name} of shape ()" for name in scalars]

@@ -49,7 +49,7 @@ def load_batch(path: str | os.PathLike[str]) -> Batch:
     try:
         return from_bytes(Path(path).read_bytes())
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"'{path}' is no file of save_batch: {error}") from error
+        raise ValueError(f"'{path}' was not written by save_batch: {error}") from error
 
 
 def to_bytes(batch: Batch) -> bytes:
@@ -65,7 +65,8 @@ def to_bytes(batch: Batch) -> bytes:
     said = {"columns": columns, "objects": objects, "meta": dict(batch.meta)}
     if wrong := _not_json({"objects": objects, "meta": said["meta"]}, ""):
         raise ValueError(
-            f"A batch on its way holds what JSON can; not so are {', '.join(wrong)}."
+            "A batch can be sent only with values that JSON can hold, other than "
+            f"{', '.join(wrong)}."
         )
     arrays[_SAID] = np.frombuffer(json.dumps(said).encode(), np.uint8)
     file = io.BytesIO()

@@ -56,7 +56,7 @@ def allgather_dict_into_dict(metrics: Mapping[str, Any]) -> dict[str, list[Any]]
     Source: verl `utils/torch_functional.py::allgather_dict_into_dict`.
     """
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"metrics are a mapping, not {type(metrics).__name__}.")
+        raise ValueError(f"metrics must be a mapping, not {type(metrics).__name__}.")
     plain = {name: _plain(value) for name, value in metrics.items()}
     everyone = list(range(jax.process_count()))
     gathered = [json.loads(d) for d in _exchange(json.dumps(plain).encode(), everyone)]

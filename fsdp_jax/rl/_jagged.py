@@ -46,7 +46,7 @@ class Jagged:
         if len(kinds) != 1:
             shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in kinds)
             raise ValueError(
-                f"Jagged rows differ in lengths alone; got {shown or '0 rows'}."
+                f"Jagged rows may differ only in length; got {shown or '0 rows'}."
             )
         lengths = np.array([len(row) for row in rows], np.int64)
         return Jagged(concatenate(rows), lengths)

@@ -83,9 +83,11 @@ def dpo_loss(
     """
     wrong = []
     if not beta > 0:
-        wrong.append(f"beta={beta}: more than 0")
+        wrong.append(f"beta={beta} must be more than 0")
     if not 0 <= label_smoothing < 0.5:
-        wrong.append(f"label_smoothing={label_smoothing}: at least 0, less than 0.5")
+        wrong.append(
+            f"label_smoothing={label_smoothing} must be at least 0 and less than 0.5"
+        )
     if wrong:
         raise ValueError(f"dpo_loss: {'; '.join(wrong)}.")
     chosen_rewards = beta * (chosen - chosen_reference)

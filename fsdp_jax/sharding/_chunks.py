@@ -91,7 +91,7 @@ def validate_chunks(shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
       chunks: Chunks of all devices. Equal chunks are replicas; empty ones are ignored.
 
     Raises:
-      ValueError: If a chunk is out of bounds, two chunks overlap that are no replicas,
+      ValueError: If a chunk is out of bounds, two chunks overlap that are not replicas,
         or there is a gap; lists all of them, each part with its first device.
 
     Source: `Megatron-FSDP uneven_dtensor.py::validate_uneven_dtensor`

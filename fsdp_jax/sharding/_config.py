@@ -166,17 +166,17 @@ class FSDPConfig:
         )
         if outer == "optim" and strategy != "optim_grads_params":
             raise ValueError(
-                "FSDPConfig(outer_dp_sharding_strategy='optim') splits further what "
-                "zero_dp_strategy='optim_grads_params' has split, but zero_dp_strategy="
-                f"{strategy!r}. Use strategy 3, or 'no_shard' for the outer one."
+                "FSDPConfig(outer_dp_sharding_strategy='optim') splits the shards of "
+                "zero_dp_strategy='optim_grads_params' again, but "
+                f"zero_dp_strategy={strategy!r}. Use strategy 3, or 'no_shard' for the "
+                "outer one."
             )
         object.__setattr__(self, "zero_dp_strategy", strategy)
         object.__setattr__(self, "outer_dp_sharding_strategy", outer)
         if self.placements and (strategy, outer) != ("optim_grads_params", "no_shard"):
             raise ValueError(
-                f"FSDPConfig(placements=...) stands in the place of zero_dp_strategy="
-                f"{strategy!r} and outer_dp_sharding_strategy={outer!r}: drop either "
-                "it or these."
+                f"FSDPConfig(placements=...) replaces zero_dp_strategy={strategy!r} "
+                f"and outer_dp_sharding_strategy={outer!r}: drop either it or these."
             )
         for option in ("replicated", "frozen"):
             patterns = as_patterns("FSDPConfig", option, getattr(self, option))

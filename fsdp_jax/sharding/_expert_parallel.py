@@ -51,9 +51,9 @@ def check_experts(config: FSDPConfig, mesh: Mesh, params: Sequence[ParamPlan]) -
                 wrong += _misfits(config, param, pattern, dim, ep)
     if wrong:
         raise ValueError(
-            f"FSDPConfig(expert_parallel=...) cannot be: {'; '.join(wrong)}. Name the "
-            "dim that counts experts, of which each device on ep gets as many, or use "
-            "fewer devices on ep."
+            "FSDPConfig(expert_parallel=...) does not fit the model: "
+            f"{'; '.join(wrong)}. Name the dim that counts experts, which ep must "
+            "divide, or use fewer devices on ep."
         )
 
 

@@ -37,15 +37,15 @@ def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
     said = f", and PipelineConfig(stack='{chosen}') chooses one" if chosen else ""
     if len(outer) > 1:
         fix = (
-            "Choose by fsdp_jax.PipelineConfig(stack=...): the others run in its first "
-            "or last stage, before or behind it"
+            "Choose one by fsdp_jax.PipelineConfig(stack=...): the others run in the "
+            "first or the last stage, before or after it"
         )
     else:
         fix = "Pass units=[fsdp_jax.Stacked(...)] or a class under vmap"
     raise ValueError(
-        f"The mesh has pp={pp}{said}; stages split one stack of units with one leading "
-        f"dim, run by fsdp.scan, and the model has {shown or 'none'}. {fix}, or give "
-        "these devices to dp_shard."
+        f"Pipeline parallelism (pp={pp}{said}) needs one stack of units with one "
+        f"leading dim, run by fsdp.scan; the model has {shown or 'none'}. {fix}, or "
+        "give these devices to dp_shard."
     )
 
 

@@ -372,7 +372,7 @@ def _summary(plan: Plan) -> list[str]:
 
 
 def _exceptions(plan: Plan) -> list[str]:
-    """Returns lines for what is no parameter, or is stored in another way than most."""
+    """Returns lines for other arrays than parameters, and for unusual placements."""
     lines = []
     if state := [name for name, _ in named_leaves(plan.model.state)]:
         more = f" and {len(state) - 5} more" if len(state) > 5 else ""

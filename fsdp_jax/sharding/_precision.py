@@ -86,9 +86,10 @@ class MixedPrecisionPolicy:
         chosen = self._chosen_dtypes()
         if self.stochastic_rounding and chosen.get("main_params_dtype") != jnp.bfloat16:
             raise ValueError(
-                "MixedPrecisionPolicy(stochastic_rounding=True) is of weights in "
-                f"bfloat16, and main_params_dtype={self.main_params_dtype}. Set that "
-                "to jnp.bfloat16, or drop it."
+                "MixedPrecisionPolicy(stochastic_rounding=True) rounds weights that "
+                "are stored in bfloat16, but "
+                f"main_params_dtype={self.main_params_dtype}. Set "
+                "main_params_dtype=jnp.bfloat16, or drop stochastic_rounding."
             )
         wide = jnp.dtype(self.main_grads_dtype or self.main_params_dtype or jnp.float32)
         communicated = jnp.dtype(self.grad_comm_dtype or wide)
@@ -96,10 +97,9 @@ class MixedPrecisionPolicy:
             communicated.itemsize >= wide.itemsize
         ):
             raise ValueError(
-                "MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True) sums "
-                f"in main_grads_dtype ({wide.name}) what is communicated in "
-                f"grad_comm_dtype ({communicated.name}), which is no narrower. Set the "
-                "latter to bfloat16."
+                "MixedPrecisionPolicy(reduce_scatter_with_fp32_accumulation=True) "
+                f"needs a grad_comm_dtype ({communicated.name}) narrower than "
+                f"main_grads_dtype ({wide.name}). Set grad_comm_dtype=jnp.bfloat16."
             )
         patterns = as_patterns(
             "MixedPrecisionPolicy",

@@ -41,7 +41,7 @@ class Stacked:
         if self.num_dims < 1:
             raise ValueError(
                 f"Stacked({self.unit!r}, num_dims={self.num_dims}): a stack has at "
-                "least 1 leading dim. Leave Stacked out for what is no stack."
+                "least 1 leading dim. Leave Stacked out for what is not a stack."
             )
 
 

@@ -109,9 +109,9 @@ def state_names(model: PyTree, variables: Variables) -> frozenset[str]:
     if unclear:
         raise ValueError(
             f"Nothing tells whether {', '.join(unclear[:5])} ({len(unclear)} array(s)) "
-            "are trained: beside a key 'params' lie collections of linen that are "
-            "not, and no module of linen's made these in make_model. Call its init "
-            "there; or put what is trained under 'params', or under other keys."
+            "are trained: collections beside the key 'params' of linen are not "
+            "trained, but no linen module's init was called in make_model. Call it "
+            "there, or put trained arrays under 'params' or under other keys."
         )
     return frozenset(
         name for name, is_trained in trained.items() if is_trained is False

@@ -169,7 +169,7 @@ def _scale(eqn: Any, given: Sequence[Fact]) -> Fact | None:
     for fact, factor in ((one, other), (other, one)):
         if factor == ZERO or not isinstance(factor, Constant):
             continue
-        # A constant divided by a gradient is no scaled gradient.
+        # A constant divided by a gradient is not a scaled gradient.
         if isinstance(fact, Grad) and (fact is one or eqn.primitive.name == "mul"):
             return _again(fact)
     if ZERO in given and eqn.primitive.name == "mul":

@@ -50,7 +50,7 @@ class Stack:
     Attributes:
       run: Function that runs some of the layers.
       treedef: Structure of the five operands.
-      leaves: Leaves of the operands that are no arrays; None in the place of an array.
+      leaves: Leaves of the operands that are not arrays; None in the place of an array.
       roles: Role of each array among the operands.
       shapes: Shapes and dtypes of the result `(carry, ys)`, flat.
       num_layers: Number of layers of all stages.
@@ -85,7 +85,7 @@ def scan_stages(
     Args:
       run: Function that runs some of the layers.
       shards: Shards of this stage's layers.
-      others: Leaves of the stack that are no shards, with a leading dim of all layers.
+      others: Leaves of the stack that are not shards, with a leading dim of all layers.
       carry: Tree passed from layer to layer.
       xs: Trees with a leading dim of all layers.
       consts: Trees passed to every layer as they are.
@@ -161,7 +161,7 @@ def unless_padding(unit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _role(role: Role, leaf: Any) -> Role:
-    """Returns an operand's role; the dropout keys of LoRA factors are no shards."""
+    """Returns an operand's role; the dropout keys of LoRA factors are not shards."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return Role.OTHERS if is_key and role == Role.SHARDS else role
 

@@ -122,7 +122,7 @@ class _Split:
         # `first` is to run an iteration ahead, and once more in backward. So it has
         # only equations that read shards and constants, without effects; of the others
         # none may read a shard, except to gather it. What depends on shards alone and
-        # is no gather stands in both parts, and is dropped where nobody reads it.
+        # is not a gather stands in both parts, and is dropped where nobody reads it.
         read = {v for v in eqn.invars if isinstance(v, core.Var)} - self._constants
         name = eqn.primitive.name
         if not read & self.of_shards:

@@ -83,8 +83,8 @@ def _is_top_of_unit(variables: PyTree) -> bool:
     """Returns whether a module with these variables is the outermost one of its unit.
 
     It is if the name of a weight is the unit's path followed by its name in the module.
-    The wrapper of a scan has the same names but is no unit: its shards are stacks, and
-    the unit is the module within, whose shards are slices.
+    The wrapper of a scan has the same names but is not a unit: its shards are stacks,
+    and the unit is the module within, whose shards are slices.
     """
     for name, leaf in named_leaves(variables, is_shard):
         if is_shard(leaf) and leaf.is_slice:

@@ -140,7 +140,8 @@ def _written(
         if isinstance(aux, UpdatedModel):
             raise ValueError(
                 f"loss_fn returned UpdatedModel(...) of a {type(model).__name__}, an "
-                "nnx module, in which what was written is already. Return aux alone."
+                "nnx module, which already holds what was written to it. Return aux "
+                "alone."
             )
         _, after = plan.model.split(model)
         return written_state(before, after), aux

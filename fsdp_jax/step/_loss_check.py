@@ -118,10 +118,10 @@ def _checked_uses(jaxpr: core.Jaxpr, shards: Sequence[Shard]) -> Uses:
 def _refuse_misuse(uses: Uses) -> None:
     if uses.misread:
         raise ValueError(
-            f"loss_fn computes with {_listed(uses.misread)} outside of the "
-            "unit, or returns it, where only this device's shard exists. Use a weight "
-            "in its unit's __call__, mark the function that uses it with fsdp.unit or "
-            "fsdp.scan, or leave it out of `units`. A penalty on weights belongs into "
+            f"loss_fn computes with {_listed(uses.misread)} outside of the unit, or "
+            "returns it, where only this device's shard exists. Use a weight in its "
+            "unit's __call__, mark the function that uses it with fsdp.unit or "
+            "fsdp.scan, or leave it out of `units`. A penalty on weights belongs in "
             "the optimizer (weight_decay)."
         )
     if uses.rearranged:
@@ -226,7 +226,7 @@ def _divided(divided: Sequence[Divided]) -> str:
         f"that ranks would wait for each other forever: {_listed(places)}. Run the "
         "unit always and choose among its results (jnp.where), or decide alike on all "
         "ranks, as by fsdp.ops.masked_count(flag) > 0. If ranks agree for a reason "
-        "that the program does not show, vouch for it with "
+        "that the program does not show, declare it with "
         "fsdp.step.assume_replicated(predicate)."
     )
 

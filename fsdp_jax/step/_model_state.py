@@ -1,4 +1,4 @@
-"""Model state in a step: keys, statistics and counters, which are no parameters."""
+"""Model state in a step: keys, statistics and counters, which are not parameters."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
     if wrong or not has:
         problems = "; ".join(wrong) or "it has none of them"
         raise ValueError(
-            "UpdatedModel(...) does not fit the model's arrays that are no parameters: "
-            f"{problems}. Return them in the tree and the dtypes of make_model, and "
-            "what was sown as aux."
+            "UpdatedModel(...) does not fit the model's arrays that are not "
+            f"parameters: {problems}. Return them in the tree and the dtypes of "
+            "make_model, and what was sown as aux."
         )
     leaves = [old if _is_key(old) else has.get(name, old) for name, old in had.items()]
     return jax.tree.structure(before).unflatten(leaves)
@@ -182,7 +182,7 @@ def refuse_state(plan: Plan, aux: PyTree) -> None:
     if found:
         raise ValueError(
             f"loss_fn returns {', '.join(found[:5])} as aux, which would be no new "
-            "value of the model's arrays that are no parameters. Return "
+            "value of the model's arrays that are not parameters. Return "
             "(loss, fsdp.step.UpdatedModel(model, aux)), with the model's new arrays "
             "in `model` and all else in `aux`."
         )
@@ -243,7 +243,7 @@ def check_call(plan: Plan, needs_key: bool, key: Any, model_state: Any) -> None:
     missing = [name for name, _ in named_leaves(plan.model_state)]
     if model_state is None and missing:
         raise ValueError(
-            f"The model has {len(missing)} array(s) that are no parameters: "
+            f"The model has {len(missing)} array(s) that are not parameters: "
             f"{', '.join(missing[:5])}. Pass model_state=state.model_state, as made by "
             "fsdp_jax.init_state."
         )

@@ -50,7 +50,7 @@ class ObjectPair:
 
     Attributes:
       outer: The caller's object.
-      inner: Copy of `outer` in the trace; `outer` itself where it is no pytree.
+      inner: Copy of `outer` in the trace; `outer` itself where it is not a pytree.
       before: Slots of `inner` before the function ran.
     """
 
@@ -114,7 +114,7 @@ def take_apart(outcome: Outcome) -> tuple[list[jax.Array], Callable[..., Any]]:
       also repeats on the outer objects what the function wrote to their copies.
 
     Raises:
-      ValueError: If a value that holds traced arrays is no pytree.
+      ValueError: If a value that holds traced arrays is not a pytree.
     """
     known = {id(pair.inner): pair.outer for pair in outcome.pairs}
     arrays, value = _flatten(outcome.value, known)
@@ -187,7 +187,7 @@ def _flatten_module(
 def _flatten_record(
     record: Any, known: dict[int, Any]
 ) -> tuple[list[jax.Array], Rebuild]:
-    """Flattens a dataclass that is no pytree by its fields, not by its constructor."""
+    """Flattens a dataclass that is not a pytree by fields, not by its constructor."""
     names = list(vars(record))
 
     def put_together(values):

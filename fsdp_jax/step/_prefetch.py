@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +250,26 @@ def _forward(stack: Stack, shards, floats, others):
     return ((carry, ys), (other_carry, other_ys)), saved, window
 
 
+class _BackwardCarry(NamedTuple):
+    """Carry of the loop of backward, see the table of `_backward`.
+
+    Attributes:
+      carry: Cotangent of the units' carry.
+      window: Gathered values of the units that run next.
+      pending: Gradients of the values of the unit that ran last, unreduced.
+      reduced: This device's piece of the gradients of the unit before that.
+      grad_buffers: Gradients of all units; those that are not written yet are zeros.
+      d_consts: Sum of the cotangents of the constants.
+    """
+
+    carry: PyTree
+    window: list[Leaves]
+    pending: Leaves
+    reduced: Leaves
+    grad_buffers: Leaves
+    d_consts: PyTree
+
+
 def _backward(stack: Stack, residuals, cotangents):
     """Runs the units backward; returns the cotangents of `(shards, floats, others)`.
 
@@ -294,30 +314,31 @@ def _backward(stack: Stack, residuals, cotangents):
         # Every unit reads the same consts, so their cotangents add up.
         d_consts = jax.tree.map(jnp.add, d_consts, more)
         window = [*window[1:], behind]
-        return (carry, window, pending, reduced, grad_buffers, d_consts), d_slices
+        after = _BackwardCarry(carry, window, pending, reduced, grad_buffers, d_consts)
+        return after, d_slices
 
     # `shard.grad_buffer` is zeros of the shape of the reduced gradients of all units.
     zeros = [shard.grad_buffer for shard in shards]
-    start = (
+    start = _BackwardCarry(
         carry,
         window,
-        jax.tree.map(jnp.zeros_like, window[0]),
-        _at(zeros, 0),
-        zeros,
-        jax.tree.map(jnp.zeros_like, consts),
+        pending=jax.tree.map(jnp.zeros_like, window[0]),
+        reduced=_at(zeros, 0),
+        grad_buffers=zeros,
+        d_consts=jax.tree.map(jnp.zeros_like, consts),
     )
-    (carry, _, pending, reduced, grad_buffers, d_consts), d_slices = lax.scan(
+    end, d_slices = lax.scan(
         body,
         start,
         (jnp.arange(stack.num_units), ys, saved, slices, other_slices),
         reverse=True,  # From unit n-1 to unit 0; `d_slices` come out in unit order.
         unroll=stack.unroll,
     )
-    grad_buffers = _put(grad_buffers, reduced, min(1, last))
-    grad_buffers = _put(grad_buffers, _reduced(stack, shards, pending, 0), 0)
+    grad_buffers = _put(end.grad_buffers, end.reduced, min(1, last))
+    grad_buffers = _put(grad_buffers, _reduced(stack, shards, end.pending, 0), 0)
     pairs = zip(shards, grad_buffers, strict=True)
     d_shards = [_cotangent(shard, grad_buffer) for shard, grad_buffer in pairs]
-    return d_shards, (carry, d_slices, d_consts), None
+    return d_shards, (end.carry, d_slices, end.d_consts), None
 
 
 def _reduced(stack: Stack, shards, grads: Leaves, i: Any) -> Leaves:

@@ -256,7 +256,7 @@ class _Sliced:
       places: For each leaf of these shards, its index among the sliced arrays.
       read: Indices of the leaves that the gather reads.
       own: Indices of all leaves of shards among the sliced arrays.
-      others: Indices of the sliced arrays that are no shards.
+      others: Indices of the sliced arrays that are not shards.
     """
 
     trees: tuple[Any, ...]

@@ -90,8 +90,8 @@ def scan(
         )
     if (prefetch or 0) < 0 or unroll < 1:
         raise ValueError(
-            f"fsdp.scan({prefetch=}, {unroll=}): at least 0 units are gathered ahead, "
-            "and at least 1 is in an iteration."
+            f"fsdp.scan({prefetch=}, {unroll=}): prefetch must be at least 0, and "
+            "unroll at least 1."
         )
 
     run = functools.partial(_scan, prefetch=prefetch, unroll=unroll)
@@ -110,10 +110,10 @@ def _scan_stages(
     """Traces the scan for a pipeline, whose stages run some of the layers at a time."""
     if jax.tree.leaves(written_state(stacked)):
         raise ValueError(
-            f"'{param.unit}' holds arrays that are no parameters (dropout counters, "
+            f"'{param.unit}' holds arrays that are not parameters (dropout counters, "
             "statistics of a BatchNorm), which its layers may write to, and is split "
-            "over pp, where several microbatches are under way at once. Hand keys in "
-            "by `xs`, or use pp=1."
+            "over pp, where several microbatches are under way at once. Pass keys in "
+            "`xs`, or use pp=1."
         )
     shards, others, merge = partition(stacked)
 

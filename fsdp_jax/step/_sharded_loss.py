@@ -30,7 +30,7 @@ class ShardedLoss(NamedTuple):
 
 
 class RankInputs(NamedTuple):
-    """What one rank passes to a loss, within `shard_map`.
+    """Inputs of one rank to a loss, within `shard_map`.
 
     Attributes:
       shards: Shards of all parameters, in plan order.
@@ -46,7 +46,7 @@ class RankInputs(NamedTuple):
 
 
 class MicrobatchInputs(NamedTuple):
-    """What one rank passes to a loss microbatch by microbatch, within `shard_map`.
+    """Inputs of one rank to a loss, by microbatch, within `shard_map`.
 
     Attributes:
       shards: Shards of all parameters, in plan order.

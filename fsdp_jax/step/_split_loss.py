@@ -65,9 +65,9 @@ def split_loss(closed: core.ClosedJaxpr, out_tree: Any) -> SplitLoss:
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive is STACK]
     if len(scans) != 1:
         raise ValueError(
-            f"loss_fn runs the stack that pp splits {len(scans)} times where a step "
-            "can see it; it is to be once. Call fsdp.scan on the whole stack in the "
-            "loss itself, in no jax.jit, jax.checkpoint, loop or branch."
+            "loss_fn must run the stack that pp splits exactly once, and a step finds "
+            f"{len(scans)} runs. Call fsdp.scan on the whole stack in the loss itself, "
+            "in no jax.jit, jax.checkpoint, loop or branch."
         )
     (scan,) = scans
     stack: Stack = scan.params["stack"]
@@ -81,7 +81,7 @@ def split_loss(closed: core.ClosedJaxpr, out_tree: Any) -> SplitLoss:
     if any(v not in places for v in by_role[Role.SHARDS]):
         raise ValueError(
             "loss_fn changes the weights of the stack that pp splits before fsdp.scan "
-            "runs it. Hand fsdp.scan the stack as it is in the model."
+            "runs it. Pass fsdp.scan the stack as it is in the model."
         )
 
     def part(outvars: Sequence[Any], given: Sequence[Any] = ()) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
       fn: Function `fn(weights, *args, **kwargs)`; `weights` is any pytree. It may close
-        over arrays, return values that are no arrays, and write to the containers and
+        over arrays, return values that are not arrays, and write to the containers and
         modules among its arguments.
 
     Returns:
@@ -85,10 +85,10 @@ def call_unit(
         dataclasses among them are repeated on the caller's objects. It returns its
         result, or an `Outcome` if it writes to objects that are not in `args`.
       shards: Parameters of the unit, without stacked dims; at least one.
-      *args: Pytrees; leaves that are no JAX arrays reach `compute` unchanged.
+      *args: Pytrees; leaves that are not JAX arrays reach `compute` unchanged.
 
     Returns:
-      The result of `compute`; leaves that are no arrays, such as strings, included.
+      The result of `compute`; leaves that are not arrays, such as strings, included.
     """
     leaves, treedef = jax.tree.flatten(args)
     # numpy arrays are not traced, as without a unit: they may be sizes or indices.

@@ -49,7 +49,7 @@ def _broadcast(eqn: Any, dims: Dims) -> Dims | None:
     new: list[int | None] = [None] * len(shape)
     places = eqn.params["broadcast_dimensions"]
     for dim, size, place in zip(dims, _shape(eqn), places, strict=True):
-        # A dim of size 1 of the weight, repeated, is no dim of the weight anymore.
+        # A dim of size 1 of the weight, repeated, is not a dim of the weight anymore.
         if dim is not None and size != shape[place]:
             return None
         new[place] = dim

@@ -1,4 +1,8 @@
-"""Shapes and shardings of an optimizer's state: by the parameters it belongs to."""
+"""Shapes and shardings of an optimizer's state: by the parameters it belongs to.
+
+The matrices of a layer-wise optimizer (Muon) have a layout of their own, in
+`optim/_matrix_stack.py`.
+"""
 
 from __future__ import annotations
 

@@ -76,13 +76,13 @@ def _with_loss(tx: Any, params: PyTree, state: PyTree, loss: Any) -> Any:
 
 def _failed(what: str, error: Exception) -> ValueError:
     return ValueError(
-        f"The optimizer's {what} fails with {type(error).__name__}: {error}. A step "
-        "calls tx.init(params) and tx.update(grads, state, params), with value=loss if "
-        "need be, and params are one tree of arrays. It does not support optimizers "
-        "that evaluate the loss themselves (optax.lbfgs with a line search, sophia) or "
-        "that take LookaheadParams (optax.lookahead). Use "
-        "optax.lbfgs(linesearch=None), the optimizer inside of lookahead, or a loop of "
-        "your own with fsdp_jax.value_and_grad."
+        f"The optimizer's {what} fails with {type(error).__name__}: "
+        f"{str(error).rstrip('.')}. A step calls tx.init(params) and tx.update(grads, "
+        "state, params), with value=loss if need be, and params are one tree of "
+        "arrays. It does not support optimizers that evaluate the loss themselves "
+        "(optax.lbfgs with a line search, sophia) or that take LookaheadParams "
+        "(optax.lookahead). Use optax.lbfgs(linesearch=None), the optimizer inside of "
+        "lookahead, or a loop of your own with fsdp_jax.value_and_grad."
     )
 
 

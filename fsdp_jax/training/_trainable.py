@@ -100,7 +100,8 @@ def apply_updates(
         if key is None:
             raise ValueError(
                 "apply_updates(plan, params, updates) under stochastic_rounding=True "
-                "draws numbers. Pass key=jax.random.key(...), another one each step."
+                "draws random numbers. Pass key=jax.random.key(...), a different one "
+                "each step."
             )
         new = round_stochastically(new, trainable(plan, params), key)
     given = iter(jax.tree.leaves(new))

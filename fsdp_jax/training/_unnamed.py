@@ -61,7 +61,7 @@ def unnamed_arrays(
 
 
 def _is_array(leaf: Any) -> bool:
-    """Returns whether a leaf has several elements, and is no key or `MatrixStack`."""
+    """Returns whether a leaf has several elements and is no key or `MatrixStack`."""
     if isinstance(leaf, MatrixStack) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return leaf.size > 1

@@ -171,7 +171,7 @@ def test_nothing_is_fetched_of_a_repository_of_pickles(resolved):
         ("no/hub/id", "no hub id such as 'org/name' either"),
         ("/no/such/path", "no hub id such as 'org/name' either"),
         ("org/one@no-branch", "its hub repository has no revision 'no-branch'"),
-        ("org/outside", "'../../../../secret.safetensors' is no file name"),
+        ("org/outside", "'../../../../secret.safetensors' is not a file name"),
     ],
 )
 def test_what_the_hub_refuses_is_one_clear_error(resolved, asked, says):
@@ -192,7 +192,7 @@ def test_without_a_network_the_cache_is_enough_or_missed(resolved, home, environ
     ids = ["org/one", "org/many", "org/uncached"]
     paths = resolve_all([{"id": repo} for repo in ids], home, **environment)
     assert paths[:2] == [resolved[0][repo] for repo in ids[:2]]
-    assert paths[2].startswith("ValueError: 'org/uncached' is no path that exists")
+    assert paths[2].startswith("ValueError: 'org/uncached' is not a path that exists")
     assert "the hub cannot be reached, and its cache has no complete copy" in paths[2]
 
 

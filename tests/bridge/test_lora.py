@@ -283,8 +283,8 @@ def test_tensors_that_are_none_of_the_models_are_all_listed(hf, shapes, tmp_path
     with pytest.raises(ValueError) as raised:
         bridge.load_lora(path, bridge.from_hf_config(hf.path))
     for line in (
-        "q_proj.lora_magnitude_vector is no tensor of the model",
-        "stray is no tensor of the model",
+        "q_proj.lora_magnitude_vector is not a tensor of the model",
+        "stray is not a tensor of the model",
         "layers.9.mlp.up_proj.lora_B.weight is missing beside its other factor",
     ):
         assert line in str(raised.value)

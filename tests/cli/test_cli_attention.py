@@ -16,9 +16,11 @@ from fsdp_jax.cli._attention_table import (
     attention_choices,
     choice_table,
 )
-from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._context_parallel import DOCUMENT_SEQUENCES
+from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._subprocess import Outcome
 from fsdp_jax.cli.commands._doctor import _attention
+from fsdp_jax.planner import GPUS, gpu_devices
 
 H100 = Accelerator("NVIDIA H100 80GB HBM3", (9, 0))
 CONFIG = DecoderConfig(
@@ -59,6 +61,16 @@ def test_attention_beside_another_mixer_has_a_kernel_too():
 def test_a_kernel_that_the_devices_cannot_run_is_refused_by_the_plan():
     with pytest.raises(ValueError, match=facts("cudnn", "cpu")):
         plan_decoder(CONFIG, fsdp.make_mesh(), attention="cudnn")
+
+
+@pytest.mark.plan
+def test_a_plan_for_packed_documents_refuses_a_kernel_without_segments():
+    mesh = fsdp.make_mesh(devices=gpu_devices(GPUS["h100"], 8))
+    bf16 = computed_in("bfloat16")
+    plan_decoder(CONFIG, mesh, bf16, attention="cudnn")
+    with pytest.raises(ValueError, match=facts("cudnn", "[seq, seq]")):
+        documents = DOCUMENT_SEQUENCES
+        plan_decoder(CONFIG, mesh, bf16, attention="cudnn", sequences=documents)
 
 
 def test_doctor_has_a_table_for_a_gpu_and_none_for_cpus():

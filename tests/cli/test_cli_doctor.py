@@ -195,7 +195,7 @@ def test_devices_that_do_not_start_in_time_are_said(examine):
 
 def test_a_time_limit_of_nothing_is_refused(capsys):
     assert main(["doctor", "--time-limit", "0"]) == 2
-    assert "--time-limit 0: above 0" in capsys.readouterr().err
+    assert "--time-limit 0 must be above 0" in capsys.readouterr().err
 
 
 def test_a_child_that_aborts_is_an_outcome():
@@ -230,8 +230,8 @@ def test_versions_that_do_not_fit_are_said(versions, says):
     [
         ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, ""),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"}, ""),
-        ({"XLA_CLIENT_MEM_FRACTION": "90%"}, "no share of the memory"),
-        ({"XLA_CLIENT_MEM_FRACTION": "0"}, "no share of the memory"),
+        ({"XLA_CLIENT_MEM_FRACTION": "90%"}, "not a share of the memory"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0"}, "not a share of the memory"),
         (
             {"XLA_CLIENT_MEM_FRACTION": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": "1"},
             "both set",

@@ -71,7 +71,7 @@ def test_training_lowers_it(trained, llama, text, capsys):
     "options, says",
     [
         (["--batch", "3"], "--batch 3: 8 devices share the rows evenly"),
-        (["--seq", "0"], "--seq 0: at least 1"),
+        (["--seq", "0"], "--seq 0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(llama, text, capsys, options, says):

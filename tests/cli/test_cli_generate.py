@@ -45,7 +45,7 @@ def test_for_reading_the_prompt_comes_first(llama, capsys):
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--max-new-tokens", "0", "--seed", "-1"], "--seed -1: at least 0"),
+        (["--max-new-tokens", "0", "--seed", "-1"], "--seed -1 must be at least 0"),
         (["--top-k", "3"], "top_k would do nothing"),
         (["--tokenizer", "model"], "needs a tokenizer.json"),
         (["--prompt", "a", ""], "--prompt '': no tokens"),

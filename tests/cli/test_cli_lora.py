@@ -75,7 +75,7 @@ def test_an_exported_adapter_is_the_merged_model(run, llama):
     [
         (["--lora-alpha", "8"], "--lora-alpha needs --lora-rank"),
         (["--base-dtype", "nf4"], "--base-dtype needs --lora-rank"),
-        (["--lora-rank", "-1"], "--lora-rank -1: at least 1"),
+        (["--lora-rank", "-1"], "--lora-rank -1 must be at least 1"),
         (["--lora-rank", "2", "--lora-targets", "no_proj"], "no modules no_proj"),
     ],
 )

@@ -214,10 +214,10 @@ def test_a_run_goes_back_to_megatron_with_its_optimizer(
         ("convert {model} {out} --to hf --tensor-parallel 2", "none is written"),
         ("convert {model} {out} --to torch_dist --dtype bfloat16", "--dtype and"),
         ("convert {model} {out} --to legacy --tensor-parallel 3", "3"),
-        ("convert {out} {out}2 --to hf", "is no path that exists"),
+        ("convert {out} {out}2 --to hf", "is not a path that exists"),
         ("convert {model} {model} --to hf", "is not empty"),
         ("convert {hollow} {out} --to hf", "no committed step"),
-        ("import {model} {out} --optimizer", "--optimizer: of a Megatron"),
+        ("import {model} {out} --optimizer", "--optimizer needs a Megatron"),
         ("compare {megatron} {model} --step 3 --against bridge", "has no steps"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--remat", "attention"), "--remat attention saves the outputs"),
         (("--tflops", "-1"), "takes no flops=-1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
-        (("--gpus", "-4"), "-4 GPUs: at least 1"),
+        (("--gpus", "-4"), "must be at least 1, got -4"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
         (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),

@@ -255,5 +255,5 @@ def test_files_that_are_not_there_are_refused_before_anything_is_written(tmp_pat
     with pytest.raises(ValueError) as error:
         fsdp.save(tmp_path / "run", state_at(1), files=files)
     says = str(error.value)
-    assert "'c/d' is no word" in says and "a: '" in says and "b: '" in says
+    assert "'c/d' is not a word" in says and "a: '" in says and "b: '" in says
     assert not (tmp_path / "run").exists()

@@ -154,7 +154,7 @@ def test_what_is_no_matrix_is_refused_with_all_its_names(plan):
             plan, muon(), optax.adam(1e-2), ("layers.bias", "layers.up", "nothing")
         )
     says = str(error.value)
-    assert "'layers.bias' (3, 64) is no matrix" in says
+    assert "'layers.bias' (3, 64) is not a matrix" in says
     assert "'nothing' matches nothing that is trained" in says
 
 

@@ -60,7 +60,7 @@ def find_awq(source: Source, settings: Settings, dtype: np.dtype) -> Found:
 
 def _group_size(source: Source, name: str) -> int:
     if len(source.shape(f"{name}.scales")) != 2:
-        raise ValueError("scales are no matrix of groups and outputs")
+        raise ValueError("scales are not a matrix of groups and outputs")
     groups, out = source.shape(f"{name}.scales")
     inputs = source.shape(f"{name}.qweight")[0]
     packed = out * _BITS // 32

@@ -139,7 +139,7 @@ def _weight(
 ) -> Callable[..., ScaledWeight]:
     """Returns the weight's constructor, which wants codes and zero points yet."""
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"weight of shape {shape} is no matrix")
+        raise ValueError(f"weight of shape {shape} is not a matrix")
     scales = name + _SCALE
     if source.dtype(scales).name not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"scales of {source.dtype(scales)} are not decoded")

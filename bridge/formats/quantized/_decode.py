@@ -52,7 +52,7 @@ def undecoded(quantization: Any) -> list[str]:
     if not quantization:
         return []
     if not isinstance(quantization, Mapping):
-        return [f"quantization_config = {quantization!r} is no object"]
+        return [f"quantization_config = {quantization!r} is not an object"]
     method = _method(quantization)
     if method not in DECODED:
         return [

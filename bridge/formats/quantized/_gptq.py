@@ -123,7 +123,7 @@ def _group_size(
     source: Source, name: str, bits: int, inputs: int, indexed: bool
 ) -> int:
     if len(source.shape(f"{name}.scales")) != 2:
-        raise ValueError("scales are no matrix of groups and outputs")
+        raise ValueError("scales are not a matrix of groups and outputs")
     groups, out = source.shape(f"{name}.scales")
     expected: dict[str, tuple[int, ...]] = {
         "qweight": (inputs * bits // 32, out),

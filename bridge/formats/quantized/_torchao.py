@@ -70,7 +70,7 @@ def _weight(
     zeros = parts.get("zero_point")
     shape = source.shape(parts["qdata"])
     if len(shape) != 2:
-        raise ValueError(f"{kind} of shape {shape} is no matrix")
+        raise ValueError(f"{kind} of shape {shape} is not a matrix")
     codes: Codes = Plain(parts["qdata"])
     if kind == "Int4Tensor":
         shape = shape[0], 2 * shape[1]
@@ -108,7 +108,7 @@ def _block(
         if part in parts and source.shape(parts[part]) != grid:
             raise ValueError(f"{part} is {source.shape(parts[part])}, scale is {grid}")
     if len(grid) != 2:
-        raise ValueError(f"scale of shape {grid} is no matrix of blocks")
+        raise ValueError(f"scale of shape {grid} is not a matrix of blocks")
     blocks = grid[::-1] if transposed else grid
     if 0 in blocks or any(n % b for n, b in zip(shape, blocks, strict=True)):
         raise ValueError(f"{grid} scales of a weight {shape} are not of equal blocks")

@@ -123,7 +123,7 @@ def to_args(
         )
     if wrong:
         raise ValueError(
-            f"The settings of a run cannot say this {config.model_type} model:\n"
+            f"The settings of a run cannot express this {config.model_type} model:\n"
             + "\n".join(f"  {line}" for line in wrong)
         )
     names = {field: name for name, field in _FIELD_OF.items()}

@@ -1,4 +1,4 @@
-"""Codecs of `TransformerConfig` fields for heads, softmax and sliding windows.
+"""Transforms of `TransformerConfig` fields for heads, softmax and sliding windows.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 megatron/core/transformer/utils.py::get_sliding_window_causal_mask

@@ -1,4 +1,4 @@
-"""FieldTransform of `TransformerConfig` fields for the dtype of the weights."""
+"""Transforms of `TransformerConfig` fields for the dtype of the weights."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -55,7 +55,9 @@ def settle(
             return _of_family(find_family(name), values, fields)
         except ValueError as error:
             reasons += [f"  {name}: {line.strip()}" for line in _reasons(error)]
-    raise ValueError("No family's config files can say this:\n" + "\n".join(reasons))
+    raise ValueError(
+        "No family's config files can express this:\n" + "\n".join(reasons)
+    )
 
 
 def _reasons(error: ValueError) -> list[str]:

@@ -1,4 +1,4 @@
-"""FieldTransform of `TransformerConfig` fields for the MLP's activation and gate.
+"""Transforms of `TransformerConfig` fields for the MLP's activation and gate.
 
 Source: Megatron-LM megatron/core/transformer/transformer_config.py::TransformerConfig,
 megatron/core/transformer/mlp.py::MLP, megatron/core/fusions/fused_bias_gelu.py

@@ -1,4 +1,4 @@
-"""Codecs of `TransformerConfig` fields for experts, routers and latent attention.
+"""Transforms of `TransformerConfig` fields for experts, routers and latent attention.
 
 Megatron's router matches that of transformers only for some values. The weights of the
 chosen experts sum to 1 if softmax follows the choice (`pre_softmax` false), or, with

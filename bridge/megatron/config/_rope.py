@@ -1,4 +1,4 @@
-"""FieldTransform of `TransformerConfig` and `GPTModel` fields for position embeddings.
+"""Transforms of `TransformerConfig` and `GPTModel` fields for position embeddings.
 
 Grouped-query attention uses `position_embedding_type` with `yarn_` fields; latent
 attention uses `rope_type` with fields of the same meaning under other names.

@@ -110,7 +110,7 @@ def _check_adamw(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -
     wrong += [f"lr_mult={value}" for value in sorted(scaled)]
     if wrong:
         raise ValueError(
-            f"The run's optimizer is no plain AdamW: {', '.join(wrong)}. Take its "
+            f"The run's optimizer is not plain AdamW: {', '.join(wrong)}. Take its "
             "weights alone, and start another optimizer."
         )
 

@@ -162,7 +162,9 @@ def _common(dcp: DcpDirectory) -> dict[str, Any]:
     else:
         common = {key: dcp.items[key]() for key in _COMMON_KEYS if key in dcp.items}
     if not isinstance(common, dict):
-        raise ValueError(f"The common state of '{dcp.path}' is no dict, but {common!r}")
+        raise ValueError(
+            f"The common state of '{dcp.path}' is not a dict, but {common!r}"
+        )
     return common
 
 
@@ -197,7 +199,7 @@ def _checkpoint(
 def _dict(directory: Path, common: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = common.get(key) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"'{key}' of '{directory}' is no dict, but {value!r}.")
+        raise ValueError(f"'{key}' of '{directory}' is not a dict, but {value!r}.")
     return value
 
 
@@ -206,7 +208,7 @@ def _train_state(directory: Path) -> dict[str, Any]:
     file = directory / TRAIN_STATE_NAME
     state = read_torch_file(file) if file.is_file() else {}
     if not isinstance(state, dict):
-        raise ValueError(f"'{file}' is no dict, but {state!r}.")
+        raise ValueError(f"'{file}' is not a dict, but {state!r}.")
     return state
 
 
@@ -214,5 +216,7 @@ def _number(directory: Path, what: str, value: Any) -> int | None:
     if isinstance(value, LazyTensor) and value.shape == ():
         value = value.read().item()
     if value is not None and not isinstance(value, int):
-        raise ValueError(f"The {what} of '{directory}' are no number, but {value!r}.")
+        raise ValueError(
+            f"'{directory}' counts its {what} by {value!r}, which is not a number."
+        )
     return value

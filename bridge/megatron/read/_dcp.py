@@ -219,7 +219,7 @@ def _misplaced(path: Path, places: Mapping[Any, _Place]) -> list[str]:
 def _metadata(stub: Stub) -> _Metadata:
     entries, places = stub.state["state_dict_metadata"], stub.state["storage_data"]
     if not all(isinstance(key, str) for key in entries):
-        raise ValueError("a key is no string")
+        raise ValueError("a key is not a string")
     if not all(isinstance(place, _Place) for place in places.values()):
         raise ValueError("a place is none")
     return _Metadata(entries, places)
@@ -242,7 +242,7 @@ def _box(stub: Stub) -> Box:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not all(isinstance(n, int) and n >= 0 for n in value):
-        raise ValueError(f"{value!r} are no sizes")
+        raise ValueError(f"{value!r} are not sizes")
     return tuple(value)
 
 
@@ -250,7 +250,7 @@ def _place(stub: Stub) -> _Place:
     state = stub.state
     file, span = state["relative_path"], (state["offset"], state["length"])
     if not isinstance(file, str) or not all(isinstance(n, int) for n in span):
-        raise ValueError(f"{state!r} is no place in a file")
+        raise ValueError(f"{state!r} is not a place in a file")
     return _Place(file, *span, state.get("transform_descriptors"))
 
 

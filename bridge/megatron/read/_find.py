@@ -36,7 +36,7 @@ def find_iteration(path: Path) -> Path:
     found = [directory for directory in inner if _is_iteration(directory)]
     if not found:
         raise ValueError(
-            f"'{path}' is no Megatron checkpoint: it has no '{TRACKER_NAME}', no "
+            f"'{path}' is not a Megatron checkpoint: it has no '{TRACKER_NAME}', no "
             f"'{FORMAT_NAME}', no '{METADATA_NAME}' and no 'mp_rank_*' directory."
         )
     return found[0]

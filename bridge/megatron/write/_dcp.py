@@ -77,7 +77,7 @@ class DcpWriter:
         self._chunks.append(_Chunk(key, offsets, array.shape, array.dtype, place))
 
     def add_item(self, key: str, value: Any) -> None:
-        """Writes an object that is no tensor: a plain value or a placeholder."""
+        """Writes an object that is not a tensor: a plain value or a placeholder."""
         stream = self._open()
         offset = stream.tell()
         with TorchWriter(stream) as writer:
@@ -85,7 +85,7 @@ class DcpWriter:
         self._items[key] = _Place(Path(stream.name).name, offset, nbytes)
 
     def add_raw(self, key: str, archive: bytes) -> None:
-        """Writes an object that is no tensor, as the bytes of its archive."""
+        """Writes an object that is not a tensor, as the bytes of its archive."""
         stream = self._open()
         place = _Place(Path(stream.name).name, stream.tell(), len(archive))
         stream.write(archive)

@@ -63,7 +63,9 @@ def with_facts(
     """
     keys = source.keys()
     if EMBEDDING not in keys:
-        raise ValueError(f"'{source.name}' has no '{EMBEDDING}': it is no whole model.")
+        raise ValueError(
+            f"'{source.name}' has no '{EMBEDDING}': it is not a whole model."
+        )
     rows = padded_shape(EMBEDDING, source.shape(EMBEDDING), multiple)[0]
     told = {
         "num_layers": _count("layers", _LAYER, source),
@@ -76,7 +78,7 @@ def with_facts(
         if args.get(name) is not None and args[name] != value
     ]
     _, objects = plain_args(args)
-    wrong += [f"  {name}: {args[name]!r} is no plain value" for name in objects]
+    wrong += [f"  {name}: {args[name]!r} is not a plain value" for name in objects]
     wrong += [
         f"  {key}: torch has no dtype {source.dtype(key)}"
         for key in keys

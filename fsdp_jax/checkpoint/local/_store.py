@@ -97,7 +97,8 @@ class LocalCheckpoints:
         for name in ("every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"LocalCheckpoints({name}={getattr(self, name)}): at least 1."
+                    f"LocalCheckpoints: {name}={getattr(self, name)} must be at least "
+                    "1."
                 )
 
 

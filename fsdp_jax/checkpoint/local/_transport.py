@@ -39,12 +39,12 @@ def send(
     Args:
       pairs: `(source, destination)` processes; each process at most once on either
         side.
-      content: Bytes that this process sends; None if it is no source.
+      content: Bytes that this process sends; None if it is not a source.
       sizes: Bytes that each source sends, by process.
       timeout_secs: Seconds without progress after which it fails.
 
     Returns:
-      Bytes that this process received; None if it is no destination.
+      Bytes that this process received; None if it is not a destination.
 
     Raises:
       TimeoutError: If another process does not take part.

@@ -95,7 +95,7 @@ class Compare:
     def run(self) -> None:
         """Prints how far they are apart; fails if that is above the tolerance."""
         if self.seq < 1:
-            raise ValueError(f"--seq {self.seq}: at least 1.")
+            raise ValueError(f"--seq {self.seq} must be at least 1.")
         devices = self.where.pick()
         ours = open_any(self.checkpoint, self.step, ignore_fields=self.ignore_field)
         vocab = ours.config.vocab_size
@@ -117,8 +117,8 @@ class Compare:
         config = other.config if other else read_config(self.out, self.ignore_field)
         if config.vocab_size != vocab:
             raise ValueError(
-                f"OUT '{self.out}' has a vocabulary of {config.vocab_size}, not "
-                f"{vocab} as the checkpoint: it is another model."
+                f"OUT '{self.out}' has a vocabulary of {config.vocab_size}, but that "
+                f"of the checkpoint has {vocab} entries: they are different models."
             )
         return other
 

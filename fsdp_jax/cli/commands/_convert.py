@@ -94,8 +94,8 @@ class Convert:
     def _with_optimizer(self) -> None:
         if self.to == "hf" or self.to == "orbax":
             raise ValueError(
-                f"--optimizer: Megatron to Megatron, not --to {self.to}. `fsdp-jax "
-                "import --optimizer` takes Adam's state to fsdp-jax."
+                f"--optimizer converts between Megatron formats, not --to {self.to}. "
+                "`fsdp-jax import --optimizer` takes Adam's state to fsdp-jax."
             )
         with bytes_bar(f"writing {self.dst}") as progress:
             left_out = self.layout.convert(
@@ -113,6 +113,6 @@ class Convert:
             raise ValueError("--config: --optimizer builds no model; leave it out.")
         if self.to != "hf" and (self.dtype or self.tokenizer):
             raise ValueError(
-                f"--dtype and --tokenizer are of Hugging Face's files, not of --to "
+                "--dtype and --tokenizer apply to Hugging Face checkpoints, not --to "
                 f"{self.to}."
             )

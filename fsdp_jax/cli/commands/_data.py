@@ -62,7 +62,7 @@ class Data:
         if not has_records(self.data[0]):
             refuse_document_options(given)
         if self.show < 0:
-            raise ValueError(f"--show {self.show}: at least 0.")
+            raise ValueError(f"--show {self.show} must be at least 0.")
         origin = open_any(self.model, ignore_fields=self.ignore_field)
         default = "bytes" if tokenizer_file(origin) is None else "model"
         config = config_of({"tokenizer": default, **given}).data

@@ -46,7 +46,9 @@ class Demo:
         """Runs the commands; stops at the first that fails."""
         steps = self.steps if self.steps is not None else 6 if self.small else 40
         if steps < 2:
-            raise ValueError(f"--steps {steps}: at least 2, to stop in the middle.")
+            raise ValueError(
+                f"--steps {steps} must be at least 2, to stop in the middle."
+            )
         with _directory(self.dir) as directory:
             for title, command in _commands(directory, steps, self.small):
                 _run(title, command)

@@ -46,7 +46,7 @@ class Doctor:
     def run(self) -> None:
         """Prints what there is; fails if something is wrong with it."""
         if not self.time_limit > 0:
-            raise ValueError(f"--time-limit {self.time_limit:g}: above 0.")
+            raise ValueError(f"--time-limit {self.time_limit:g} must be above 0.")
         report = _examine(os.environ, self.time_limit)
         print(json.dumps(report.as_json(), indent=1) if self.json else report.as_text())
         if wrong := report.found(is_wrong=True):
@@ -259,7 +259,7 @@ def _check_backend(
 def _check_planning(
     found: Mapping[str, str | None], planning: Outcome
 ) -> Iterator[Finding]:
-    # Without the plugin it is no fault that planning for GPUs does not work.
+    # Without the plugin it is not a fault that planning for GPUs does not work.
     if plugins(found) and not planning.alive:
         yield Finding(
             f"XLA does not compile for GPUs that are not there: {planning.reason}",

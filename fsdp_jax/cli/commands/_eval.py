@@ -65,11 +65,11 @@ class Eval:
         check_files(self.data)
         if records := [str(file) for file in self.data if has_records(file)]:
             raise ValueError(
-                f"--data {', '.join(records)}: eval measures text files, and these are "
+                f"--data {', '.join(records)}: eval reads text files, but these are "
                 "records."
             )
         if self.seq < 1:
-            raise ValueError(f"--seq {self.seq}: at least 1.")
+            raise ValueError(f"--seq {self.seq} must be at least 1.")
         devices = self.where.pick()
         batch = self._batch(len(devices))
         origin = open_any(self.model, self.step, ignore_fields=self.ignore_field)

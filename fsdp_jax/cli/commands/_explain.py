@@ -39,7 +39,7 @@ class Explain:
     def run(self) -> None:
         """Prints the table."""
         if self.steps is not None and self.steps < 1:
-            raise ValueError(f"--steps {self.steps}: at least 1.")
+            raise ValueError(f"--steps {self.steps} must be at least 1.")
         if self.json is not None:
             check_absent(self.json, "--json")
         planned = None if self.plan is None else read_plan(self.plan)

@@ -124,9 +124,9 @@ class Export:
         padding, ends = origin.config.pad_token_id, origin.config.eos_token_id
         if padding is None or padding == ends or np.isin(padding, ends or ()):
             say(
-                f"pad_token_id is {padding}: before transformers scores several rows, "
-                "give the model one that is no end of a text, since it reads the score "
-                "at the last token that is no padding"
+                f"pad_token_id is {padding}. transformers reads the score at the last "
+                "token that is not padding: before it scores several rows, set a "
+                "pad_token_id that is not an end of text"
             )
 
     def _push(self, origin: Checkpoint) -> None:
@@ -179,16 +179,21 @@ class Export:
             raise ValueError(f"{', '.join(given)}: give --optimizer too.")
         if self.optimizer and (self.megatron is None or self.ema or self.push):
             raise ValueError(
-                "--optimizer is Adam's state for Megatron: give --megatron, and leave "
-                "out --ema and --push."
+                "--optimizer writes Adam's state for Megatron: give --megatron, and "
+                "leave out --ema and --push."
             )
         if (self.consumed_samples or 0) < 0:
-            raise ValueError(f"--consumed-samples {self.consumed_samples}: at least 0.")
+            raise ValueError(
+                f"--consumed-samples {self.consumed_samples} must be at least 0."
+            )
         if self.private and self.push is None:
-            raise ValueError("--private describes a repository: give --push too.")
+            raise ValueError(
+                "--private makes the repository of --push private: give --push too."
+            )
         if self.adapter and self.ema:
             raise ValueError(
-                "--ema is of a model, and --adapter of factors: leave one out."
+                "--ema exports averaged weights and --adapter LoRA factors: leave one "
+                "out."
             )
         if self.adapter and (self.megatron or self.dtype or self.tokenizer):
             raise ValueError(
@@ -198,6 +203,6 @@ class Export:
         self.layout.check(self.megatron is not None)
         if self.megatron is not None and (self.dtype or self.tokenizer):
             raise ValueError(
-                "--dtype and --tokenizer are of transformers' files: leave out "
-                f"--megatron {self.megatron}, or them."
+                "--dtype and --tokenizer apply to transformers' files: leave them out, "
+                f"or --megatron {self.megatron}."
             )

@@ -102,9 +102,9 @@ class Generate:
         if not self.prompt:
             wrong.append("--prompt: at least one")
         if self.max_new_tokens < 1:
-            wrong.append(f"--max-new-tokens {self.max_new_tokens}: at least 1")
+            wrong.append(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
         if not 0 <= self.seed < 2**32:
-            wrong.append(f"--seed {self.seed}: at least 0, below 2**32")
+            wrong.append(f"--seed {self.seed} must be at least 0 and below 2**32")
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 

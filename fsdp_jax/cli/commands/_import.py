@@ -60,8 +60,8 @@ class Import:
         megatron = origin if isinstance(origin, Megatron) else None
         if self.optimizer and (megatron is None or self.dtype == "bfloat16"):
             raise ValueError(
-                "--optimizer: of a Megatron checkpoint, and in float32, for the "
-                "moments are."
+                "--optimizer needs a Megatron checkpoint and --dtype float32, the "
+                "dtype of its moments."
             )
         policy = fsdp.MixedPrecisionPolicy(
             main_params_dtype=jnp.dtype(self.dtype or "float32")

@@ -74,7 +74,7 @@ _LLAMA3_ROPE = {
 def _check_sizes(sizes: MakeTinyLlama) -> None:
     numbers = {f.name: getattr(sizes, f.name) for f in dataclasses.fields(sizes)}
     wrong = [
-        f"--{name.replace('_', '-')} {value}: at least 1"
+        f"--{name.replace('_', '-')} {value} must be at least 1"
         for name, value in numbers.items()
         if name not in ("out", "seed") and value < 1
     ]

@@ -87,7 +87,7 @@ def _check_one_model(srcs: Sequence[Path], configs: Sequence[DecoderConfig]) -> 
     ]
     if wrong:
         raise ValueError(
-            f"These are not checkpoints of one model, as {srcs[0]} is:\n"
+            f"These checkpoints are not of the same model as {srcs[0]}:\n"
             + "\n".join(wrong)
         )
 

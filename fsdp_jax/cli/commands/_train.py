@@ -51,7 +51,7 @@ from fsdp_jax.cli._preference_loss import (
     preference_loss,
     reward_model_loss,
 )
-from fsdp_jax.cli._profile import Profile
+from fsdp_jax.cli._profile import Profile, Window
 from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._reference_model import add_reference
 from fsdp_jax.cli._replay import ReplayOptions
@@ -87,6 +87,7 @@ from fsdp_jax.cli._train_options import (
     StartOptions,
 )
 from fsdp_jax.cli._training_data import (
+    TrainingData,
     batches_of,
     describe,
     move_to,
@@ -173,20 +174,15 @@ class Train:
             say(f"step {start} is in {self.save} already")
             return
         _check_steps(self, start)
-        traced = _has_traced(self, begun, start)
-        window = None if traced else self.profiling.window(start, self.steps)
+        window = _window(self, begun, start)
         stored = {} if resumed is None else resumed.metadata
         config = _merge_options(self, origin, stored)
-        objective = config.data.objective
-        if config.data.has_pairs:
-            _check_pairs(self, config)
+        _check_pairs(self, config)
         plan = _make_plan(self, config, origin, mesh)
         data = read_data(self.data, origin, config.data, _share(self))
         metadata = make_metadata(origin.config, config, data, resumed)
         batches = batches_of(data, config.data, fsdp.host_shard(mesh))
-        say(plan)
-        for line in describe(data, config.data):
-            say(f"data: {line}")
+        _say_inputs(plan, data, config)
         run = dataclasses.replace(
             _make_run(self, config, origin),
             microbatches=num_microbatches(config, mesh, fsdp.launch.generation()),
@@ -201,12 +197,13 @@ class Train:
         mark_begun(self.save, _command(self))
         write_run_file(run.save, run.options)
         tx = config.make_optimizer(origin.config)
-        seed, scored = config.data.seed, objective == "reward"
+        seed = config.data.seed
+        scored = config.data.objective == "reward"
         started = start_origin(origin, scored=scored, mesh=mesh, seed=seed)
         make_state = functools.partial(
             start_state, started, resumed, plan, tx, run.loss_scale, seed
         )
-        if isinstance(data, DocumentData) and objective == "dpo":
+        if isinstance(data, DocumentData) and config.data.objective == "dpo":
             fused = self.precision.fused_loss
             data, run, make_state = add_reference(
                 plan, data, run, resumed, make_state, fused=fused
@@ -216,7 +213,15 @@ class Train:
         run_steps(run, plan, tx, make_state, batches)
 
 
+def _say_inputs(plan: fsdp.Plan, data: TrainingData, config: TrainConfig) -> None:
+    say(plan)
+    for line in describe(data, config.data):
+        say(f"data: {line}")
+
+
 def _check_pairs(train: Train, config: TrainConfig) -> None:
+    if not config.data.has_pairs:
+        return
     groups = (train.mesh, train.start, train.batches, train.evaluation)
     fused, objective = train.precision.fused_loss, config.data.objective
     check_preferences(train.save, *groups, objective=objective, fused=fused)
@@ -388,10 +393,12 @@ def _open(train: Train, begun: bool) -> tuple[Origin, Checkpoint | None]:
     return open_any(start.hf, ignore_fields=start.ignore_field), None
 
 
-def _has_traced(train: Train, begun: bool, start: int) -> bool:
-    """Returns whether an earlier start has traced the steps."""
+def _window(train: Train, begun: bool, start: int) -> Window | None:
+    """Returns the steps to trace; None if there are none, or all are traced."""
     first = train.profiling.profile_from
-    return begun and first is not None and first <= start
+    if begun and first is not None and first <= start:
+        return None
+    return train.profiling.window(start, train.steps)
 
 
 def _check_steps(train: Train, start: int) -> None:

@@ -87,7 +87,7 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys queries see; not causal if all keys are before all queries."""
+    """Keys that queries see; not causal if all keys are before all queries."""
 
     queries: Tokens
     keys: Tokens
@@ -149,7 +149,7 @@ class KernelRing(Ring):
 
 
 class QuerySide(NamedTuple):
-    """What the backward pass knows of each query.
+    """Per-query inputs of the backward pass.
 
     Attributes:
       query: Queries.

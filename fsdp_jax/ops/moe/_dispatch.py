@@ -154,7 +154,7 @@ def expert_capacity_dispatch(
       (arXiv:2101.03961), section 2.2.
     """
     if not 0 < capacity_factor < math.inf:
-        raise ValueError(f"capacity_factor={capacity_factor}: it is more than 0.")
+        raise ValueError(f"capacity_factor={capacity_factor} must be more than 0.")
     ranks, local = _ranks_and_experts(axis, num_experts)
     tokens, chosen = experts.shape
     capacity = min(tokens, math.ceil(capacity_factor * tokens * chosen / num_experts))

@@ -83,7 +83,7 @@ def fused_linear_cross_entropy(
     """
     check_weights(label_smoothing, z_loss)
     if chunk < 1:
-        raise ValueError(f"chunk={chunk}: it is at least 1 entry of the vocabulary.")
+        raise ValueError(f"chunk={chunk} must be at least 1 entry of the vocabulary.")
     local = functools.partial(_loss, chunk, (label_smoothing, z_loss), logit_fn)
     return on_each_part(
         local,

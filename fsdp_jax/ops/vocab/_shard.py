@@ -119,10 +119,10 @@ def _check(entries: int, counted: int, ranks: int, axis: str) -> None:
         raise ValueError(
             f"A vocabulary of {entries} does not divide over {ranks} ranks of "
             f"'{axis}'. Pad it by {more} to {entries + more} and pass "
-            f"vocab_size={counted}, so that the padding counts for nothing."
+            f"vocab_size={counted}, so that the padding is ignored."
         )
     if not 0 < counted <= entries:
         raise ValueError(
             f"vocab_size={counted}, but there are logits for {entries} entries. It is "
-            "how many of them, from the first, are no padding."
+            "the number of leading entries that are not padding."
         )

@@ -102,9 +102,9 @@ def loss_of_sums(
 def check_weights(label_smoothing: float, z_loss: float) -> None:
     """Raises a `ValueError` for weights out of range."""
     if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss={z_loss}: a finite weight, at least 0.")
+        raise ValueError(f"z_loss={z_loss} must be finite and at least 0.")
     if not 0 <= label_smoothing < 1:
         raise ValueError(
-            f"label_smoothing={label_smoothing}: it is how much of a target is spread "
-            "over the vocabulary, from 0 to less than 1."
+            f"label_smoothing={label_smoothing} must be at least 0 and less than 1: it "
+            "is the share of a target that is spread over the vocabulary."
         )

@@ -198,7 +198,7 @@ def _call(eqn: Any, inner: core.Jaxpr, frame: _Frame) -> None:
 
 
 def _record(eqn: Any, frame: _Frame) -> None:
-    """Adds an equation that is no call, and the layout changes of its operands."""
+    """Adds an equation that is not a call, and the layout changes of its operands."""
     dims = [frame.read(v).dim for v in eqn.invars]
     bodies = bodies_of(
         eqn, dims, lambda body, given: _flatten(body, given, frame.ranks)
