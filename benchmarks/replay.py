@@ -31,7 +31,7 @@ import result
 from helpers.flips import flip_bit
 
 import fsdp_jax as fsdp
-from fsdp_jax.replay import CorruptionError, ReplayCheck, ReplayStep, with_rank_losses
+from fsdp_jax.replay import CorruptionError, ReplayCheck, ReplayStep
 
 DEVICES, ROWS, TX = 8, 8, optax.adam(1e-3)
 STORED = ("params.w", "params.v")
@@ -110,8 +110,7 @@ def replay_step(by: int) -> ReplayStep:
     """Returns the step on the mesh with its ranks exchanged."""
     mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))
     plan = fsdp.fully_shard(make_model, mesh)
-    loss = with_rank_losses(loss_fn)
-    return ReplayStep(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+    return ReplayStep(fsdp.make_train_step(plan, loss_fn, TX, has_aux=True), TX)
 
 
 @functools.cache
@@ -130,8 +129,8 @@ def unchanged(state: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty:
-    """A step whose state or batch a fault changes.
+class Faulty(ReplayStep):
+    """A step whose state or batch a fault changes where it is recorded.
 
     Attributes:
       before: Changes the state that it reads.
@@ -143,16 +142,11 @@ class Faulty:
     after: Callable[[Any], Any] = unchanged
     batch: Any = None
 
-    @property
-    def plan(self) -> fsdp.Plan:
-        """Plan of the step."""
-        return replay_step(0).plan
-
-    def __call__(self, state, batch):
-        """Runs the step."""
+    def recorded(self, state, batch):
+        """Runs the step with the fault."""
         given = batch if self.batch is None else self.batch
-        new, metrics = replay_step(0).step(self.before(state), given)
-        return self.after(new), metrics
+        new, metrics, events = replay_step(0).recorded(self.before(state), given)
+        return self.after(new), metrics, events
 
 
 @jax.jit
@@ -174,15 +168,16 @@ def draw(case: int) -> tuple[str, int, Faulty, Callable[[Any], Any]]:
         element=rng.randrange(16),
     )
     size = rng.choice((-1, 1)) * 2.0 ** rng.uniform(-12, 2)
-    steps = {
-        "weight": Faulty(before=flip),
-        "moment": Faulty(before=flip),
-        "update": Faulty(after=flip),
-        "activation": Faulty(batch=batch_of(case, forward=(rank, size))),
-        "gradient": Faulty(batch=batch_of(case, backward=(rank, size))),
-        "between": Faulty(),
+    faults = {
+        "weight": {"before": flip},
+        "moment": {"before": flip},
+        "update": {"after": flip},
+        "activation": {"batch": batch_of(case, forward=(rank, size))},
+        "gradient": {"batch": batch_of(case, backward=(rank, size))},
+        "between": {},
     }
-    return kind, rank, steps[kind], flip
+    step = Faulty(replay_step(0).step, TX, **faults[kind])
+    return kind, rank, step, flip
 
 
 def plant(found: dict[str, Any], case: int) -> None:
@@ -197,11 +192,11 @@ def plant(found: dict[str, Any], case: int) -> None:
         )
         has_effect = True
     else:
-        check = ReplayCheck(ReplayStep(step, TX), others, every=1)
+        check = ReplayCheck(step, others, every=1)
         report = report_of(check, case)
         made, right = (
-            fsdp.replay.state_digest(each(copied(start()), batch_of(case))[0])
-            for each in (step, replay_step(0).step)
+            fsdp.replay.state_digest(each.recorded(copied(start()), batch_of(case))[0])
+            for each in (step, replay_step(0))
         )
         has_effect = made != right
     counts["without_effect"] += not has_effect

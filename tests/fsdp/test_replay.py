@@ -16,7 +16,7 @@ from helpers.flips import flip_bit
 from jax.sharding import NamedSharding
 
 import fsdp_jax as fsdp
-from fsdp_jax.replay import ReplayCheck, ReplayStep, with_rank_losses
+from fsdp_jax.replay import ReplayCheck, ReplayStep
 
 TX = optax.adam(1e-3)
 EVERY = 2
@@ -30,50 +30,68 @@ def make_model(key):
     }
 
 
+@jax.custom_vjp
+def with_faulty_gradient(x, fault):
+    del fault
+    return x
+
+
+with_faulty_gradient.defvjp(
+    lambda x, fault: (x, fault), lambda fault, g: (g + fault, jnp.zeros_like(fault))
+)
+
+
 def loss_fn(model, batch):
-    hidden = jnp.tanh(batch["x"] @ model["w"]) + batch["fault"]
+    hidden = jnp.tanh(batch["x"] @ model["w"]) + batch["forward"]
+    hidden = with_faulty_gradient(hidden, batch["backward"] + 0 * hidden)
     return jnp.mean((hidden[:, :13] - model["odd"][None]) ** 2), {}
 
 
-def batch(fault_of_rank: int | None = None):
-    fault = np.zeros((8, 1), np.float32)
-    if fault_of_rank is not None:
-        fault[fault_of_rank] = 2.0**-10
+def batch(**faults: tuple[int, float]):
+    """Rows, and faults by name: the rank that has one, and its size."""
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    return {"x": x, "fault": fault}
+    places = {name: np.zeros((8, 1), np.float32) for name in ("forward", "backward")}
+    for name, (rank, size) in faults.items():
+        places[name][rank] = size
+    return {"x": x, **places}
+
+
+def with_fault(**faults: tuple[int, float]):
+    return lambda _: batch(**faults)
 
 
 @functools.cache
 def replay_step(by: int, **sizes: int) -> ReplayStep:
     devices = list(np.roll(jax.devices(), by))
     plan = fsdp.fully_shard(make_model, fsdp.make_mesh(devices=devices, **sizes))
-    loss = with_rank_losses(loss_fn)
-    return ReplayStep(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+    return ReplayStep(fsdp.make_train_step(plan, loss_fn, TX, has_aux=True), TX)
+
+
+def unchanged(given):
+    return given
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty:
-    """A step with a fault: what it does before and after with state and batch."""
+class Faulty(ReplayStep):
+    """A step with a fault where it is checked: what it does before and after."""
 
-    step: Any
-    state: Any = staticmethod(lambda state: state)
-    batch: Any = staticmethod(lambda batch: batch)
-    after: Any = staticmethod(lambda state: state)
+    state: Any = unchanged
+    batch: Any = unchanged
+    after: Any = unchanged
 
-    @property
-    def plan(self):
-        return self.step.plan
-
-    def __call__(self, state, batch):
-        new, metrics = self.step(self.state(state), self.batch(batch))
-        return self.after(new), metrics
+    def recorded(self, state, batch):
+        new, metrics, events = super().recorded(self.state(state), self.batch(batch))
+        return self.after(new), metrics, events
 
 
-def check_of(faulty: dict[str, Any] | None = None, **options: Any) -> ReplayCheck:
-    checked = replay_step(0)
-    step: Any = checked.step if faulty is None else Faulty(checked.step, **faulty)
+def faulty(by: int, **faults: Any) -> ReplayStep:
+    return Faulty(replay_step(by).step, TX, **faults)
+
+
+def check_of(faults: dict[str, Any] | None = None, **options: Any) -> ReplayCheck:
+    checked = faulty(0, **(faults or {}))
     return ReplayCheck(
-        ReplayStep(step, TX), [replay_step(1), replay_step(2)], every=EVERY, **options
+        checked, [replay_step(1), replay_step(2)], every=EVERY, **options
     )
 
 
@@ -129,28 +147,33 @@ def test_steps_without_a_fault_are_the_same_bits_and_raise_nothing():
     assert metrics["loss"] == plain["loss"]
 
 
+# The largest and the smallest of a kind: a heuristic of sizes takes one of them for
+# another device's, or for no device's.
 FAULTS = {
-    "weight": dict(state=flipped("params.w", 3, bit=30)),
-    "moment": dict(state=flipped("opt_state.0.nu.w", 5)),
-    "update": dict(after=flipped("params.w", 6, bit=2)),
-    "activation": dict(batch=lambda _: batch(fault_of_rank=4)),
+    "weight, high bit": (3, dict(state=flipped("params.w", 3, bit=30))),
+    "weight, low bit": (3, dict(state=flipped("params.w", 3, bit=1))),
+    "moment": (5, dict(state=flipped("opt_state.0.nu.w", 5))),
+    "update": (6, dict(after=flipped("params.w", 6, bit=2))),
+    "activation, large": (6, dict(batch=with_fault(forward=(6, 4.0)))),
+    "activation, small": (4, dict(batch=with_fault(forward=(4, 2.0**-12)))),
+    "gradient, large": (1, dict(batch=with_fault(backward=(1, 4.0)))),
+    "gradient, small": (2, dict(batch=with_fault(backward=(2, 2.0**-12)))),
 }
-WHERE = {"weight": 3, "moment": 5, "update": 6, "activation": 4}
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_in_a_checked_step_is_found_and_its_device_named(kind):
-    check = check_of(FAULTS[kind])
-    state = fresh()
+    device, faults = FAULTS[kind]
+    check, state = check_of(faults), fresh()
     with pytest.raises(fsdp.replay.CorruptionError, match=facts("step 2")) as caught:
         check(state, batch())
     report = caught.value.report
     assert (report.step, report.wrong) == (2, "step")
-    assert report.devices == (jax.devices()[WHERE[kind]],)
+    assert report.devices == (jax.devices()[device],)
 
 
 def test_a_fault_of_the_replay_is_not_taken_for_one_of_the_step():
-    wrong = ReplayStep(Faulty(replay_step(1).step, after=flipped("params.w", 2)), TX)
+    wrong = faulty(1, after=flipped("params.w", 2))
     check = ReplayCheck(replay_step(0), [wrong, replay_step(2)], every=1)
     with pytest.raises(fsdp.replay.CorruptionError) as caught:
         check(fresh(), batch())
@@ -178,12 +201,12 @@ def test_a_mesh_of_another_shape_agrees_within_the_bound_and_no_flip_does():
     # by their root.
     check = ReplayCheck(replay_step(0), others, every=EVERY, rtol=1e-4)
     check(fresh(), batch())
-    faulty = ReplayStep(
-        Faulty(replay_step(0).step, state=flipped("params.w", 3, 30)), TX
-    )
-    check = ReplayCheck(faulty, others, every=EVERY, rtol=1e-4)
-    with pytest.raises(fsdp.replay.CorruptionError, match=facts("params.w")):
+    wrong = faulty(0, state=flipped("params.w", 3, 30))
+    check = ReplayCheck(wrong, others, every=EVERY, rtol=1e-4)
+    with pytest.raises(fsdp.replay.CorruptionError, match=facts("params.w")) as caught:
         check(fresh(), batch())
+    # By what the device stores: nothing else of two meshes can be compared.
+    assert caught.value.report.devices == (jax.devices()[3],)
 
 
 def test_a_check_without_a_third_result_is_refused():
@@ -197,7 +220,31 @@ def test_a_bound_that_bounds_nothing_is_refused(rtol):
         ReplayCheck(replay_step(0), [replay_step(1), replay_step(2)], rtol=rtol)
 
 
-def test_shards_of_other_processes_are_not_compared(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=facts("2")):
-        ReplayCheck(replay_step(0), [replay_step(1), replay_step(2)])
+def test_a_device_that_is_always_wrong_is_named_although_no_two_results_agree():
+    # Of the mesh that begins with device 6, device 5 is the last.
+    ranks = {0: 5, 1: 6, 2: 7}
+    wrong = [
+        faulty(by, batch=with_fault(backward=(rank, 0.5))) for by, rank in ranks.items()
+    ]
+    check = ReplayCheck(wrong[0], wrong[1:], every=1)
+    with pytest.raises(fsdp.replay.CorruptionError) as caught:
+        check(fresh(), batch())
+    assert caught.value.report.wrong == "undecided"
+    assert caught.value.report.devices == (jax.devices()[5],)
+
+
+def test_two_devices_that_are_wrong_at_once_are_not_taken_for_one():
+    both = {"batch": with_fault(forward=(2, 0.5), backward=(6, 0.5))}
+    with pytest.raises(fsdp.replay.CorruptionError) as caught:
+        check_of(both)(fresh(), batch())
+    assert caught.value.report.devices == ()
+
+
+def test_a_sum_that_is_wrong_on_all_devices_names_none():
+    def all_wrong(state):
+        w = state.params["w"] + 1.0
+        return dataclasses.replace(state, params=state.params | {"w": w})
+
+    with pytest.raises(fsdp.replay.CorruptionError) as caught:
+        check_of({"after": all_wrong})(fresh(), batch())
+    assert caught.value.report.devices == ()
