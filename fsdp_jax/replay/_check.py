@@ -8,9 +8,12 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax._tree import PyTree
+from fsdp_jax.checkpoint._leaf_names import is_key
 from fsdp_jax.replay._bound import leaves_beyond, scalars_beyond
 from fsdp_jax.replay._digest import DeviceDigests, device_digests, state_digest
 from fsdp_jax.replay._events import Events
@@ -22,6 +25,7 @@ from fsdp_jax.replay._suspects import (
     suspect_devices,
 )
 from fsdp_jax.resharding import reshard
+from fsdp_jax.sharding._offload import HOST
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._state import TrainState
 from fsdp_jax.training._train_step import TrainStep
@@ -228,9 +232,16 @@ def _replayed(step: ReplayStep, kept: TrainState, batch: PyTree) -> _Run:
 
 def _on_host(state: TrainState) -> TrainState:
     """Copies every shard to host memory; the state keeps its own."""
-    return jax.block_until_ready(
-        jax.tree.map(
-            lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")),
-            state,
-        )
-    )
+    return jax.block_until_ready(jax.tree.map(_array_on_host, state))
+
+
+def _array_on_host(array: jax.Array) -> jax.Array:
+    if is_key(array):
+        return jnp.copy(array)  # A few bytes, in an array of arrays.
+    # Shard by shard: `jax.device_put` takes no array that other processes share.
+    shards = [
+        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=HOST))
+        for shard in array.addressable_shards
+    ]
+    sharding = array.sharding.with_memory_kind(HOST)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
