@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.errors import facts
+from helpers.faults import with_faults
 from helpers.flips import flip_bit
 from jax.sharding import NamedSharding
 
@@ -30,41 +31,41 @@ def make_model(key):
     }
 
 
-@jax.custom_vjp
-def with_faulty_gradient(x, fault):
-    del fault
-    return x
+# What is added on a device in each case, to the activation and to its gradient.
+CASES = [
+    {},
+    {6: (4.0, 0)},
+    {4: (2.0**-12, 0)},
+    {1: (0, 4.0)},
+    {2: (0, 2.0**-12)},
+    {5: (0, 0.5)},
+    {2: (0.5, 0), 6: (0, 0.5)},
+]
+TABLE = np.zeros((len(CASES), 8, 2), np.float32)
+for number, case in enumerate(CASES):
+    for device, sizes in case.items():
+        TABLE[number, device] = sizes
 
 
-with_faulty_gradient.defvjp(
-    lambda x, fault: (x, fault), lambda fault, g: (g + fault, jnp.zeros_like(fault))
-)
-
-
-def loss_fn(model, batch):
-    hidden = jnp.tanh(batch["x"] @ model["w"]) + batch["forward"]
-    hidden = with_faulty_gradient(hidden, batch["backward"] + 0 * hidden)
-    return jnp.mean((hidden[:, :13] - model["odd"][None]) ** 2), {}
-
-
-def batch(**faults: tuple[int, float]):
-    """Rows, and faults by name: the rank that has one, and its size."""
+def batch(case: int = 0):
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    places = {name: np.zeros((8, 1), np.float32) for name in ("forward", "backward")}
-    for name, (rank, size) in faults.items():
-        places[name][rank] = size
-    return {"x": x, **places}
-
-
-def with_fault(**faults: tuple[int, float]):
-    return lambda _: batch(**faults)
+    row = np.arange(8, dtype=np.int32)
+    return {"x": x, "row": row, "case": np.full_like(row, case)}
 
 
 @functools.cache
-def replay_step(by: int, **sizes: int) -> ReplayStep:
+def replay_step(by: int, *, is_wrong: bool = False, **sizes: int) -> ReplayStep:
+    # On a mesh whose first device is the last of all, device 0 has the second row.
+    table = np.roll(TABLE, by, axis=1)
+
+    def loss_fn(model, batch):
+        hidden = jnp.tanh(batch["x"] @ model["w"])
+        hidden = with_faults(hidden, batch, table, is_wrong=is_wrong)
+        return jnp.mean((hidden[:, :13] - model["odd"][None]) ** 2)
+
     devices = list(np.roll(jax.devices(), by))
     plan = fsdp.fully_shard(make_model, fsdp.make_mesh(devices=devices, **sizes))
-    return ReplayStep(fsdp.make_train_step(plan, loss_fn, TX, has_aux=True), TX)
+    return ReplayStep(fsdp.make_train_step(plan, loss_fn, TX), TX)
 
 
 def unchanged(given):
@@ -72,27 +73,25 @@ def unchanged(given):
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty(ReplayStep):
-    """A step with a fault where it is checked: what it does before and after."""
+class Flipped(ReplayStep):
+    """A step with a fault of its state where it is checked."""
 
-    state: Any = unchanged
-    batch: Any = unchanged
+    before: Any = unchanged
     after: Any = unchanged
 
     def recorded(self, state, batch):
-        new, metrics, events = super().recorded(self.state(state), self.batch(batch))
+        new, metrics, events = super().recorded(self.before(state), batch)
         return self.after(new), metrics, events
 
 
-def faulty(by: int, **faults: Any) -> ReplayStep:
-    return Faulty(replay_step(by).step, TX, **faults)
+def flipped_step(by: int, **faults: Any) -> ReplayStep:
+    return Flipped(replay_step(by).step, TX, **faults)
 
 
-def check_of(faults: dict[str, Any] | None = None, **options: Any) -> ReplayCheck:
-    checked = faulty(0, **(faults or {}))
-    return ReplayCheck(
-        checked, [replay_step(1), replay_step(2)], every=EVERY, **options
-    )
+def check_of(checked: ReplayStep | None = None, **options: Any) -> ReplayCheck:
+    others = [replay_step(1), replay_step(2)]
+    checked = checked or replay_step(0)
+    return ReplayCheck(checked, others, every=EVERY, **options)
 
 
 def fresh():
@@ -147,33 +146,48 @@ def test_steps_without_a_fault_are_the_same_bits_and_raise_nothing():
     assert metrics["loss"] == plain["loss"]
 
 
-# The largest and the smallest of a kind: a heuristic of sizes takes one of them for
-# another device's, or for no device's.
-FAULTS = {
-    "weight, high bit": (3, dict(state=flipped("params.w", 3, bit=30))),
-    "weight, low bit": (3, dict(state=flipped("params.w", 3, bit=1))),
-    "moment": (5, dict(state=flipped("opt_state.0.nu.w", 5))),
-    "update": (6, dict(after=flipped("params.w", 6, bit=2))),
-    "activation, large": (6, dict(batch=with_fault(forward=(6, 4.0)))),
-    "activation, small": (4, dict(batch=with_fault(forward=(4, 2.0**-12)))),
-    "gradient, large": (1, dict(batch=with_fault(backward=(1, 4.0)))),
-    "gradient, small": (2, dict(batch=with_fault(backward=(2, 2.0**-12)))),
+# High and low bits, and large and small numbers: whoever judges by sizes takes one of
+# them for another device's, or for nobody's.
+FLIPS = {
+    "weight, high bit": (3, {"before": flipped("params.w", 3, bit=30)}),
+    "weight, low bit": (3, {"before": flipped("params.w", 3, bit=1)}),
+    "moment": (5, {"before": flipped("opt_state.0.nu.w", 5)}),
+    "update": (6, {"after": flipped("params.w", 6, bit=2)}),
+}
+WITHIN = {
+    "activation, large": 1,
+    "activation, small": 2,
+    "gradient, large": 3,
+    "gradient, small": 4,
 }
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_in_a_checked_step_is_found_and_its_device_named(kind):
-    device, faults = FAULTS[kind]
-    check, state = check_of(faults), fresh()
+def report_of(check: ReplayCheck, case: int = 0) -> fsdp.replay.CorruptionReport:
+    state = fresh()
     with pytest.raises(fsdp.replay.CorruptionError, match=facts("step 2")) as caught:
-        check(state, batch())
-    report = caught.value.report
+        check(state, batch(case))
+    return caught.value.report
+
+
+@pytest.mark.parametrize("kind", FLIPS)
+def test_a_flip_in_a_checked_step_is_found_and_its_device_named(kind):
+    device, faults = FLIPS[kind]
+    report = report_of(check_of(flipped_step(0, **faults)))
+    assert (report.step, report.wrong) == (2, "step")
+    assert report.devices == (jax.devices()[device],)
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+def test_what_a_device_computes_wrong_is_found_and_the_device_named(kind):
+    case = WITHIN[kind]
+    report = report_of(check_of(replay_step(0, is_wrong=True)), case)
+    (device,) = CASES[case]
     assert (report.step, report.wrong) == (2, "step")
     assert report.devices == (jax.devices()[device],)
 
 
 def test_a_fault_of_the_replay_is_not_taken_for_one_of_the_step():
-    wrong = faulty(1, after=flipped("params.w", 2))
+    wrong = flipped_step(1, after=flipped("params.w", 2))
     check = ReplayCheck(replay_step(0), [wrong, replay_step(2)], every=1)
     with pytest.raises(fsdp.replay.CorruptionError) as caught:
         check(fresh(), batch())
@@ -201,7 +215,7 @@ def test_a_mesh_of_another_shape_agrees_within_the_bound_and_no_flip_does():
     # by their root.
     check = ReplayCheck(replay_step(0), others, every=EVERY, rtol=1e-4)
     check(fresh(), batch())
-    wrong = faulty(0, state=flipped("params.w", 3, 30))
+    wrong = flipped_step(0, before=flipped("params.w", 3, 30))
     check = ReplayCheck(wrong, others, every=EVERY, rtol=1e-4)
     with pytest.raises(fsdp.replay.CorruptionError, match=facts("params.w")) as caught:
         check(fresh(), batch())
@@ -220,31 +234,22 @@ def test_a_bound_that_bounds_nothing_is_refused(rtol):
         ReplayCheck(replay_step(0), [replay_step(1), replay_step(2)], rtol=rtol)
 
 
+@pytest.mark.long
 def test_a_device_that_is_always_wrong_is_named_although_no_two_results_agree():
-    # Of the mesh that begins with device 6, device 5 is the last.
-    ranks = {0: 5, 1: 6, 2: 7}
-    wrong = [
-        faulty(by, batch=with_fault(backward=(rank, 0.5))) for by, rank in ranks.items()
-    ]
-    check = ReplayCheck(wrong[0], wrong[1:], every=1)
-    with pytest.raises(fsdp.replay.CorruptionError) as caught:
-        check(fresh(), batch())
-    assert caught.value.report.wrong == "undecided"
-    assert caught.value.report.devices == (jax.devices()[5],)
+    wrong, *others = (replay_step(by, is_wrong=True) for by in range(3))
+    report = report_of(ReplayCheck(wrong, others, every=EVERY), 5)
+    assert (report.wrong, report.devices) == ("undecided", (jax.devices()[5],))
 
 
 def test_two_devices_that_are_wrong_at_once_are_not_taken_for_one():
-    both = {"batch": with_fault(forward=(2, 0.5), backward=(6, 0.5))}
-    with pytest.raises(fsdp.replay.CorruptionError) as caught:
-        check_of(both)(fresh(), batch())
-    assert caught.value.report.devices == ()
+    report = report_of(check_of(replay_step(0, is_wrong=True)), 6)
+    assert (report.wrong, report.devices) == ("step", ())
 
 
-def test_a_sum_that_is_wrong_on_all_devices_names_none():
+def test_a_state_that_is_wrong_on_all_devices_names_none():
     def all_wrong(state):
         w = state.params["w"] + 1.0
         return dataclasses.replace(state, params=state.params | {"w": w})
 
-    with pytest.raises(fsdp.replay.CorruptionError) as caught:
-        check_of({"after": all_wrong})(fresh(), batch())
-    assert caught.value.report.devices == ()
+    report = report_of(check_of(flipped_step(0, after=all_wrong)))
+    assert (report.wrong, report.devices) == ("step", ())
