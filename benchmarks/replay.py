@@ -4,9 +4,9 @@
     PYTHONPATH=tests python benchmarks/replay.py --cost [--out FILE]
 
 Each case is drawn by its number, on 8 simulated devices: a bit of a weight, of a moment
-or of an updated weight on one device in a checked step; a value added to an activation
-or to its gradient on one rank; a bit of any leaf on one device between two steps. A
-case counts as `without_effect` if the step makes the same state to the bit, `found` if
+or of an updated weight on one device in a checked step; a value that no input shows,
+added to an activation or to its gradient on one rank; a bit of any leaf on one device
+between two steps. A case counts as `without_effect` if the step makes the same state to the bit, `found` if
 the check raises, `attributed` if it names that device alone, and `unattributed` if it
 names none. Steps without a fault are checked between them: `false_alarms` are those
 that raise. A run goes on where the JSON beside it ends. `--cost` measures what the
@@ -28,12 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import result
+from helpers.faults import BACKWARD, FORWARD, with_faults
 from helpers.flips import flip_bit
 
 import fsdp_jax as fsdp
-from fsdp_jax.replay import CorruptionError, ReplayCheck, ReplayStep, with_rank_losses
+from fsdp_jax.replay import CorruptionError, ReplayCheck, ReplayStep
 
-DEVICES, ROWS, TX = 8, 8, optax.adam(1e-3)
+DEVICES, ROWS, CASES, TX = 8, 8, 1000, optax.adam(1e-3)
 STORED = ("params.w", "params.v")
 MOMENTS = tuple(f"opt_state.0.{m}.{n}" for m in ("mu", "nu") for n in "wv")
 KINDS = ("weight", "moment", "update", "activation", "gradient", "between")
@@ -55,6 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    if args.flips > CASES:
+        parser.error(f"--flips {args.flips}: there are {CASES} cases.")
     conditions = result.begin(args, ("jax", "optax"))
     if args.cost:
         result.write(args, conditions, cost())
@@ -77,41 +80,37 @@ def make_model(key):
     }
 
 
-@jax.custom_vjp
-def faulty_gradient(x, fault):
-    """Returns `x`; its gradient has the fault added."""
-    del fault
-    return x
+@functools.cache
+def table() -> np.ndarray:
+    """Returns the faults of activations and gradients, by case and row."""
+    found = np.zeros((CASES, ROWS, 2), np.float32)
+    for case in range(CASES):
+        kind, rank, rng = drawn(case)
+        size = rng.choice((-1, 1)) * 2.0 ** rng.uniform(-12, 2)
+        if kind in {"activation", "gradient"}:
+            found[case, rank, FORWARD if kind == "activation" else BACKWARD] = size
+    return found
 
 
-faulty_gradient.defvjp(
-    lambda x, fault: (x, fault), lambda fault, g: (g + fault, jnp.zeros_like(fault))
-)
-
-
-def loss_fn(model, batch):
-    """Returns a loss of two layers with a place for faults between them."""
-    hidden = jnp.tanh(batch["x"] @ model["w"]) + batch["forward"]
-    hidden = faulty_gradient(hidden, jnp.broadcast_to(batch["backward"], hidden.shape))
-    return jnp.mean((hidden @ model["v"] - 1.0) ** 2), {}
-
-
-def batch_of(case: int, **faults: tuple[int, float]) -> dict[str, np.ndarray]:
-    """Returns rows, and faults by name: the rank that has one, and its size."""
+def batch_of(case: int) -> dict[str, np.ndarray]:
+    """Returns rows, a rank each, and the number of the case."""
     x = np.random.default_rng(case).normal(size=(ROWS, 16)).astype(np.float32)
-    places = {name: np.zeros((ROWS, 1), np.float32) for name in ("forward", "backward")}
-    for name, (rank, size) in faults.items():
-        places[name][rank] = size
-    return {"x": x, **places}
+    row = np.arange(ROWS, dtype=np.int32)
+    return {"x": x, "row": row, "case": np.full_like(row, case)}
 
 
 @functools.cache
-def replay_step(by: int) -> ReplayStep:
-    """Returns the step on the mesh with its ranks exchanged."""
+def replay_step(by: int, *, is_wrong: bool = False) -> ReplayStep:
+    """Returns the step on the mesh with its ranks exchanged, faulty within or not."""
+
+    def loss_fn(model, batch):
+        hidden = jnp.tanh(batch["x"] @ model["w"])
+        hidden = with_faults(hidden, batch, table(), is_wrong=is_wrong)
+        return jnp.mean((hidden @ model["v"] - 1.0) ** 2)
+
     mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))
     plan = fsdp.fully_shard(make_model, mesh)
-    loss = with_rank_losses(loss_fn)
-    return ReplayStep(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+    return ReplayStep(fsdp.make_train_step(plan, loss_fn, TX), TX)
 
 
 @functools.cache
@@ -130,29 +129,21 @@ def unchanged(state: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty:
-    """A step whose state or batch a fault changes.
+class Flipped(ReplayStep):
+    """A step whose state a fault changes where it is recorded.
 
     Attributes:
       before: Changes the state that it reads.
       after: Changes the state that it writes.
-      batch: Replaces the batch; None for none.
     """
 
     before: Callable[[Any], Any] = unchanged
     after: Callable[[Any], Any] = unchanged
-    batch: Any = None
 
-    @property
-    def plan(self) -> fsdp.Plan:
-        """Plan of the step."""
-        return replay_step(0).plan
-
-    def __call__(self, state, batch):
-        """Runs the step."""
-        given = batch if self.batch is None else self.batch
-        new, metrics = replay_step(0).step(self.before(state), given)
-        return self.after(new), metrics
+    def recorded(self, state, batch):
+        """Runs the step with the fault."""
+        new, metrics, events = replay_step(0).recorded(self.before(state), batch)
+        return self.after(new), metrics, events
 
 
 @jax.jit
@@ -161,10 +152,15 @@ def copied(state: fsdp.TrainState) -> fsdp.TrainState:
     return jax.tree.map(jnp.copy, state)
 
 
-def draw(case: int) -> tuple[str, int, Faulty, Callable[[Any], Any]]:
-    """Returns the kind of a case, its device, its step, and the flip between steps."""
+def drawn(case: int) -> tuple[str, int, random.Random]:
+    """Returns the kind of a case, its rank, and the source of what else is drawn."""
     rng = random.Random(case)
-    kind, rank = KINDS[case % len(KINDS)], rng.randrange(DEVICES)
+    return KINDS[case % len(KINDS)], rng.randrange(DEVICES), rng
+
+
+def draw(case: int) -> tuple[str, int, ReplayStep, Callable[[Any], Any]]:
+    """Returns the kind of a case, its device, its step, and the flip between steps."""
+    kind, rank, rng = drawn(case)
     names = {"moment": MOMENTS, "between": (*STORED, *MOMENTS)}.get(kind, STORED)
     flip = functools.partial(
         flip_bit,
@@ -173,16 +169,10 @@ def draw(case: int) -> tuple[str, int, Faulty, Callable[[Any], Any]]:
         bit=rng.randrange(32),
         element=rng.randrange(16),
     )
-    size = rng.choice((-1, 1)) * 2.0 ** rng.uniform(-12, 2)
-    steps = {
-        "weight": Faulty(before=flip),
-        "moment": Faulty(before=flip),
-        "update": Faulty(after=flip),
-        "activation": Faulty(batch=batch_of(case, forward=(rank, size))),
-        "gradient": Faulty(batch=batch_of(case, backward=(rank, size))),
-        "between": Faulty(),
-    }
-    return kind, rank, steps[kind], flip
+    if kind in {"activation", "gradient"}:
+        return kind, rank, replay_step(0, is_wrong=True), flip
+    faults = {"after": flip} if kind == "update" else {"before": flip}
+    return kind, rank, Flipped(replay_step(0).step, TX, **faults), flip
 
 
 def plant(found: dict[str, Any], case: int) -> None:
@@ -197,11 +187,11 @@ def plant(found: dict[str, Any], case: int) -> None:
         )
         has_effect = True
     else:
-        check = ReplayCheck(ReplayStep(step, TX), others, every=1)
+        check = ReplayCheck(step, others, every=1)
         report = report_of(check, case)
         made, right = (
-            fsdp.replay.state_digest(each(copied(start()), batch_of(case))[0])
-            for each in (step, replay_step(0).step)
+            fsdp.replay.state_digest(each.recorded(copied(start()), batch_of(case))[0])
+            for each in (step, replay_step(0))
         )
         has_effect = made != right
     counts["without_effect"] += not has_effect

@@ -3,7 +3,6 @@
 from fsdp_jax.replay._check import CorruptionError as CorruptionError
 from fsdp_jax.replay._check import ReplayCheck as ReplayCheck
 from fsdp_jax.replay._check import ReplayStep as ReplayStep
-from fsdp_jax.replay._check import with_rank_losses as with_rank_losses
 from fsdp_jax.replay._digest import DeviceDigests as DeviceDigests
 from fsdp_jax.replay._digest import StateDigest as StateDigest
 from fsdp_jax.replay._digest import device_digests as device_digests

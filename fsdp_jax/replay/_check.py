@@ -5,24 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._leaf_names import flatten
+from fsdp_jax.checkpoint._leaf_names import is_key
+from fsdp_jax.replay._bound import leaves_beyond, scalars_beyond
 from fsdp_jax.replay._digest import DeviceDigests, device_digests, state_digest
-from fsdp_jax.replay._suspects import CorruptionReport, suspect_devices
+from fsdp_jax.replay._events import Events
+from fsdp_jax.replay._recorded_step import RecordedStep
+from fsdp_jax.replay._suspects import (
+    CorruptionReport,
+    Recorded,
+    Wrong,
+    suspect_devices,
+)
 from fsdp_jax.resharding import reshard
+from fsdp_jax.sharding._offload import HOST
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._state import TrainState
-
-RANK_LOSSES = "rank_losses"
-"""Name in `aux` under which `with_rank_losses` adds the loss of each data rank."""
+from fsdp_jax.training._train_step import TrainStep
 
 
 class CorruptionError(RuntimeError):
@@ -40,19 +46,6 @@ class CorruptionError(RuntimeError):
         self.report = report
 
 
-class PlannedStep(Protocol):
-    """A step of a plan, as `make_train_step` makes it."""
-
-    @property
-    def plan(self) -> Plan:
-        """Plan of the step."""
-        ...
-
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
-        """Runs the step; the state is donated."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class ReplayStep:
     """A step that replays: the same model, loss and optimizer on other devices.
@@ -63,13 +56,41 @@ class ReplayStep:
       tx: Optimizer that it was made with.
     """
 
-    step: PlannedStep
+    step: TrainStep
     tx: optax.GradientTransformation
 
     @property
     def plan(self) -> Plan:
         """Plan of the step."""
         return self.step.plan
+
+    def recorded(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, PyTree, Events]:
+        """Runs the step, compiled once more, and returns its events too.
+
+        Args:
+          state: State, which is donated.
+          batch: Batch.
+
+        Returns:
+          The same state and metrics as those of the step, and the events.
+        """
+        return self._recorded(state, batch)
+
+    @functools.cached_property
+    def _recorded(self) -> RecordedStep:
+        return RecordedStep(self.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run of a checked step: what it made, and what is known of how."""
+
+    step: ReplayStep
+    state: TrainState
+    metrics: PyTree
+    recorded: Recorded
 
 
 class ReplayCheck:
@@ -81,7 +102,12 @@ class ReplayCheck:
     equal; gradients are compared by what they make of moments and parameters. If they
     differ, the second replay decides: the one of three that differs is wrong.
 
-    During a replay its devices store its state beside the new one.
+    Checked steps and replays also record digests of what each device reads, sends and
+    receives, in the order of the program. The first of them that differs names the
+    device, before the next collective spreads the fault.
+
+    During a replay its devices store its state beside the new one. In a job of several
+    processes all of them call the step, and all raise the same error.
 
     Args:
       checked: Step to check, with its optimizer.
@@ -93,9 +119,8 @@ class ReplayCheck:
         its leaf, where the mesh sums in another order.
 
     Raises:
-      ValueError: If `every` is negative, there are not two replays, `rtol` is
-        negative or not finite, or the job has several processes: shards are compared
-        where they are, and a process sees its own alone.
+      ValueError: If `every` is negative, there are not two replays, or `rtol` is
+        negative or not finite.
 
     Examples:
       >>> def replay_step(shift):
@@ -128,11 +153,6 @@ class ReplayCheck:
             raise ValueError(
                 f"ReplayCheck({rtol=}): pass a finite number, at least 0, or None."
             )
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"ReplayCheck compares the shards of one process, and this job has "
-                f"{jax.process_count()}. Run all devices of a replay in one process."
-            )
         self._checked, self._replays = checked, tuple(replays)
         self._every, self._rtol = every, rtol
         self._last: DeviceDigests | None = None
@@ -146,13 +166,15 @@ class ReplayCheck:
         """
         number = int(state.step) + 1
         self._check_unchanged(state, number)
-        is_due = self._every > 0 and number % self._every == 0
-        kept = _on_host(state) if is_due else None
-        new, metrics = self._checked.step(state, batch)
-        self._last = device_digests(new)
-        if kept is not None:
-            self._check_replayed(kept, batch, new, metrics, number)
-        return new, metrics
+        if not (self._every and number % self._every == 0):
+            new, metrics = self._checked.step(state, batch)
+            self._last = device_digests(new)
+            return new, metrics
+        kept = _on_host(state)
+        run = _run(self._checked, state, batch)
+        self._last = run.recorded.made
+        self._check_replayed(kept, batch, run, number)
+        return run.state, run.metrics
 
     def reset(self) -> None:
         """Forgets the last step, for a state that comes from elsewhere."""
@@ -169,119 +191,57 @@ class ReplayCheck:
             )
 
     def _check_replayed(
-        self,
-        kept: TrainState,
-        batch: PyTree,
-        new: TrainState,
-        metrics: PyTree,
-        number: int,
+        self, kept: TrainState, batch: PyTree, checked: _Run, number: int
     ) -> None:
-        results = [(new, metrics), self._replayed(0, kept, batch)]
-        leaves = self._differences(results[0], results[1])
+        first, second = self._replays
+        runs = [checked, _replayed(first, kept, batch)]
+        leaves = self._differences(*runs)
         if not leaves:
             return
-        results.append(self._replayed(1, kept, batch))
-        if not self._differences(results[1], results[2]):
-            wrong, right, what = 0, 1, "step"
-        elif not self._differences(results[0], results[2]):
-            wrong, right, what = 1, 0, "replay"
-        else:
-            raise CorruptionError(CorruptionReport(number, leaves, "undecided"))
-        run = (self._checked, *self._replays)[wrong]
-        there = [reshard(s, run.plan, run.tx) for s in (kept, results[right][0])]
+        runs.append(_replayed(second, kept, batch))
+        wrong: Wrong = "undecided"
+        if not self._differences(runs[1], runs[2]):
+            wrong = "step"
+        elif not self._differences(runs[0], runs[2]):
+            wrong = "replay"
         devices = suspect_devices(
-            there[0],
-            results[wrong][0],
-            there[1],
-            run.plan.mesh,
-            (_rank_losses(results[wrong][1]), _rank_losses(results[right][1])),
+            [run.recorded for run in runs], is_exact=self._rtol is None
         )
-        raise CorruptionError(CorruptionReport(number, leaves, what, devices))
+        raise CorruptionError(CorruptionReport(number, leaves, wrong, devices))
 
-    def _replayed(self, index: int, kept: TrainState, batch: PyTree) -> Any:
-        replay = self._replays[index]
-        return replay.step(reshard(kept, replay.plan, replay.tx), batch)
-
-    def _differences(self, a: Any, b: Any) -> tuple[str, ...]:
+    def _differences(self, a: _Run, b: _Run) -> tuple[str, ...]:
         """Returns the names of leaves and metrics that differ between two results."""
-        (state, metrics), (other, others) = a, b
         if self._rtol is None:
-            leaves = state_digest(state).differences(state_digest(other))
+            leaves = state_digest(a.state).differences(state_digest(b.state))
         else:
-            leaves = _beyond(state, other, self._rtol)
-        return (*leaves, *_beyond(_scalars(metrics), _scalars(others), self._rtol))
+            there = reshard(b.state, a.step.plan, a.step.tx)
+            leaves = leaves_beyond(a.state, there, self._rtol)
+        return (*leaves, *scalars_beyond(a.metrics, b.metrics, self._rtol))
 
 
-def with_rank_losses(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the loss of each data rank to `aux`, by which a report can name a rank.
+def _run(step: ReplayStep, state: TrainState, batch: PyTree) -> _Run:
+    given = device_digests(state)
+    new, metrics, events = step.recorded(state, batch)
+    recorded = Recorded(step.plan.mesh, given, events, device_digests(new))
+    return _Run(step, new, metrics, recorded)
 
-    Args:
-      loss_fn: Loss function that returns `(loss, aux)`, `aux` a dict; the sum and the
-        count of a per-token loss count as the loss.
 
-    Returns:
-      Loss function for `make_train_step(..., has_aux=True)`.
-
-    Examples:
-      >>> def loss_and_aux(model, batch):
-      ...     return loss_fn(model, batch), {}
-      >>> recorded = fsdp.replay.with_rank_losses(loss_and_aux)
-      >>> step = fsdp.make_train_step(plan, recorded, tx, has_aux=True)
-      >>> state = fsdp.init_state(plan, tx, params)
-      >>> state, metrics = step(state, batch)
-      >>> metrics["aux"]["rank_losses"].shape
-      (8,)
-    """
-
-    @functools.wraps(loss_fn)
-    def recorded(*args, **kwargs):
-        loss, aux = loss_fn(*args, **kwargs)
-        own = loss[0] if isinstance(loss, tuple) else loss
-        own = jax.lax.stop_gradient(jnp.asarray(own, jnp.float32))
-        return loss, {**aux, RANK_LOSSES: own[None]}
-
-    return recorded
+def _replayed(step: ReplayStep, kept: TrainState, batch: PyTree) -> _Run:
+    return _run(step, reshard(kept, step.plan, step.tx), batch)
 
 
 def _on_host(state: TrainState) -> TrainState:
     """Copies every shard to host memory; the state keeps its own."""
-    return jax.block_until_ready(
-        jax.tree.map(
-            lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")),
-            state,
-        )
-    )
+    return jax.block_until_ready(jax.tree.map(_array_on_host, state))
 
 
-def _scalars(metrics: PyTree) -> dict[str, Any]:
-    return {name: metrics[name] for name in ("loss", "grad_norm")}
-
-
-def _rank_losses(metrics: PyTree) -> np.ndarray | None:
-    aux = metrics.get("aux")
-    losses = aux.get(RANK_LOSSES) if isinstance(aux, dict) else None
-    return None if losses is None else np.asarray(losses, np.float32)
-
-
-def _beyond(a: PyTree, b: PyTree, rtol: float | None) -> tuple[str, ...]:
-    """Returns the names of leaves that differ by more than the bound."""
-    left, right = flatten(a), flatten(b)
-    return tuple(
-        name
-        for name, leaf in left.items()
-        if _is_beyond(_logical(leaf), _logical(right[name]), rtol)
-    )
-
-
-def _logical(leaf: Any) -> np.ndarray:
-    return np.asarray(leaf.value)[tuple(map(slice, leaf.shape))]
-
-
-def _is_beyond(a: np.ndarray, b: np.ndarray, rtol: float | None) -> bool:
-    if a.tobytes() == b.tobytes():
-        return False
-    if rtol is None or not jnp.issubdtype(a.dtype, jnp.floating):
-        return True
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    # Not `>`: a comparison with NaN is false.
-    return not bool((np.abs(a - b) <= rtol * np.abs(b).max()).all())
+def _array_on_host(array: jax.Array) -> jax.Array:
+    if is_key(array):
+        return jnp.copy(array)  # A few bytes, in an array of arrays.
+    # Shard by shard: `jax.device_put` takes no array that other processes share.
+    shards = [
+        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=HOST))
+        for shard in array.addressable_shards
+    ]
+    sharding = array.sharding.with_memory_kind(HOST)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)

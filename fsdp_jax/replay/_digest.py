@@ -12,9 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
-import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,18 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, UInt32
+from jaxtyping import UInt32
 
 from fsdp_jax._tree import PyTree, named_leaves
 from fsdp_jax.checkpoint._leaf_names import Leaf, flatten, is_key
+from fsdp_jax.replay._array_digest import array_digest
 from fsdp_jax.sharding._ambient_mesh import own_mesh
 from fsdp_jax.sharding._chunks import chunks
 from fsdp_jax.sharding._offload import HOST
 from fsdp_jax.training._cpu_sync import settle
 
-_SEEDS = (0x243F6A88, 0x85A308D3)  # First 64 bits of pi: two independent seeds.
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio; odd, so index * _GOLDEN is a bijection.
-_PARTS = 8  # In which the terms of a sum are folded.
+Stored = tuple[Any, tuple[int, ...]]
+"""An array, and the logical shape of what it stores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,8 @@ def device_digests(state: PyTree) -> DeviceDigests:
     """Computes the digest of each device's shards, replicas each by itself.
 
     Args:
-      state: Tree of arrays on one mesh.
+      state: Tree of arrays on one mesh. In a job of several processes all of them must
+        call this.
 
     Examples:
       >>> state = fsdp.init_state(plan, tx, params)
@@ -130,26 +129,47 @@ def device_digests(state: PyTree) -> DeviceDigests:
       >>> before.changes(fsdp.replay.device_digests(state))
       {}
     """
-    return _digests({name: _stored(leaf) for name, leaf in named_leaves(state)})
+    return _digests(stored_arrays(state))
 
 
-def _stored(leaf: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns the array of a leaf as it is stored, padding and all, and its shape."""
-    array = jax.random.key_data(leaf) if is_key(leaf) else getattr(leaf, "value", leaf)
-    return array, tuple(array.shape)
+def stored_arrays(state: PyTree) -> dict[str, Stored]:
+    """Returns the array of each leaf as it is stored, padding and all, and its shape.
+
+    Args:
+      state: Tree of arrays, also under a trace.
+    """
+    arrays = {
+        name: jax.random.key_data(leaf)
+        if is_key(leaf)
+        else getattr(leaf, "value", leaf)
+        for name, leaf in named_leaves(state)
+    }
+    return {name: (array, tuple(array.shape)) for name, array in arrays.items()}
 
 
-def _digests(arrays: Mapping[str, tuple[Any, tuple[int, ...]]]) -> DeviceDigests:
-    values = {name: array for name, (array, _) in arrays.items()}
-    mesh = next(iter(values.values())).sharding.mesh
-    specs = tuple(array.sharding.spec for array in values.values())
-    shapes = tuple(shape for _, shape in arrays.values())
-    on_host = tuple(array.sharding.memory_kind == HOST for array in values.values())
+def digest_function(arrays: Mapping[str, Stored]) -> Callable[..., Any]:
+    """Makes the function of such arrays to `uint32[devices, leaves, 2]`, replicated.
+
+    Args:
+      arrays: Arrays of one mesh, with the logical shape of each.
+    """
+    values = [array for array, _ in arrays.values()]
+    shardings = [array.sharding for array in values]
+    return _program(
+        shardings[0].mesh,
+        tuple(sharding.spec for sharding in shardings),
+        tuple(shape for _, shape in arrays.values()),
+        tuple(sharding.memory_kind == HOST for sharding in shardings),
+    )
+
+
+def _digests(arrays: Mapping[str, Stored]) -> DeviceDigests:
+    values = [array for array, _ in arrays.values()]
+    mesh = values[0].sharding.mesh
     with own_mesh(mesh):
-        program = _program(mesh, specs, shapes, on_host)
-        found = settle(mesh, program(*values.values()))
+        found = settle(mesh, digest_function(arrays)(*values))
     return DeviceDigests(
-        tuple(values), tuple(mesh.devices.flat), np.asarray(found, np.uint32)
+        tuple(arrays), tuple(mesh.devices.flat), np.asarray(found, np.uint32)
     )
 
 
@@ -172,7 +192,7 @@ def _program(
 
     def local(*shards):
         rows = [
-            _digest(shard, _offsets(mesh, spec, shard.shape), shape)
+            array_digest(shard, _offsets(mesh, spec, shard.shape), shape)
             for shard, spec, shape in zip(shards, specs, shapes, strict=True)
         ]
         return jnp.stack(rows)[None]
@@ -204,64 +224,3 @@ def _offsets(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> list[An
         0 if entry is None else lax.axis_index(entry) * size
         for entry, size in zip(entries, shape, strict=True)
     ]
-
-
-def _digest(
-    shard: Array, offsets: list[Any], shape: tuple[int, ...]
-) -> UInt32[Array, 2]:
-    """Returns the sums over the elements that are inside the logical shape."""
-    index = jnp.zeros(shard.shape, jnp.uint32)
-    inside = jnp.ones(shard.shape, bool)
-    for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
-        stride = math.prod(shape[dim + 1 :]) % 2**32
-        at = lax.broadcasted_iota(jnp.uint32, shard.shape, dim)
-        at = at + jnp.asarray(offset).astype(jnp.uint32)
-        index = index + at * jnp.uint32(stride)
-        inside = inside & (at < jnp.uint32(size))
-    sums = []
-    for seed in _SEEDS:
-        terms = jnp.zeros(shard.shape, jnp.uint32)
-        for number, word in enumerate(_words(shard)):
-            place = index * jnp.uint32(_GOLDEN) + jnp.uint32((seed + number) % 2**32)
-            terms = terms + _hash(word ^ _hash(place))
-        sums.append(_sum(jnp.where(inside, terms, 0)))
-    return jnp.stack(sums)
-
-
-def _sum(terms: UInt32[Array, ...]) -> UInt32[Array, ""]:
-    """Adds terms modulo 2^32, in any order.
-
-    XLA for CPUs vectorizes additions of arrays, but no reduction of integers, so parts
-    of the longest dim are added first.
-    """
-    dim = int(np.argmax(terms.shape)) if terms.ndim else 0
-    size = terms.shape[dim] // _PARTS if terms.ndim else 0
-    if not size:
-        return jnp.sum(terms, dtype=jnp.uint32)
-    starts = range(0, _PARTS * size, size)
-    parts = [lax.slice_in_dim(terms, i, i + size, axis=dim) for i in starts]
-    rest = lax.slice_in_dim(terms, _PARTS * size, terms.shape[dim], axis=dim)
-    folded = functools.reduce(operator.add, parts)
-    return jnp.sum(folded, dtype=jnp.uint32) + jnp.sum(rest, dtype=jnp.uint32)
-
-
-def _words(x: Array) -> list[Array]:
-    """Returns the bits of each element as one or two words of 32 bits."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return [*_words(x.real), *_words(x.imag)]
-    if x.dtype == jnp.bool_:
-        return [x.astype(jnp.uint32)]
-    bits = jax.dtypes.itemsize_bits(x.dtype)
-    if bits == 64:
-        pair = lax.bitcast_convert_type(x, jnp.uint32)
-        return [pair[..., 0], pair[..., 1]]
-    widths = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
-    unsigned = widths[bits]
-    return [lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)]
-
-
-def _hash(x: Array) -> Array:
-    """Mixes 32 bits, one to one: the last step of MurmurHash3."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

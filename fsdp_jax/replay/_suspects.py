@@ -1,26 +1,25 @@
-"""What a check reports, and the devices that a wrong step points to."""
+"""What a check reports, and the devices to which the events of a wrong step point.
+
+A fault spreads with the next collective: after a reduction every device is wrong. So
+the devices are those of the first event at which three runs differ. All that a rank had
+received until then was right, so that what it computed wrong is its own fault. Ranks
+are on other devices in each run: two of three results for a rank are right, and where a
+device is always wrong it is the one that all wrong results have in common.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import UInt32
 
-from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._leaf_names import flatten
-from fsdp_jax.sharding._mesh import AXES, BATCH_AXES
-
-# A flipped bit of a stored value stays in it, beside an update of ordinary size; what
-# reaches a value through a gradient is an update too. One that is larger than every
-# right update by this factor is therefore of the value itself.
-_BEYOND_UPDATES = 4.0
-# A weight with a low bit flipped changes the loss of all ranks, and rounding hides it
-# in those of some: what one rank alone has must be more than that.
-_ROUNDINGS = 16
-
+from fsdp_jax.replay._digest import DeviceDigests
+from fsdp_jax.replay._events import Event, Events, Moment, in_order
 
 Wrong = Literal["step", "replay", "state", "undecided"]
 
@@ -57,94 +56,86 @@ class CorruptionReport:
         return f"{when} step {self.step}: {what}; {shown}; {leaves}"
 
 
-def suspect_devices(
-    old: PyTree,
-    wrong: PyTree,
-    right: PyTree,
-    mesh: Mesh,
-    losses: tuple[np.ndarray | None, np.ndarray | None],
-) -> tuple[Any, ...]:
-    """Returns the devices that a wrong state points to.
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What is known of one run of a step, for all devices.
 
-    In this order: the only device whose shards differ; the only device with a value
-    that no update explains; the only rank whose loss differs, by more than rounding.
-    A weight that one rank alone reads, such as the row of a rare token, may then point
-    to this rank and not to the device that stores it.
+    Attributes:
+      mesh: Mesh of the run.
+      given: Digests of the state that it got, computed before.
+      events: Events of the run; the first is the state as the step read it.
+      made: Digests of the state that it made.
+    """
+
+    mesh: Mesh
+    given: DeviceDigests
+    events: Events
+    made: DeviceDigests
+
+    @property
+    def misread(self) -> list[Any]:
+        """Devices on which the step read other values than it was given."""
+        read = self.events[0]
+        assert isinstance(read, Event)
+        differs = (np.asarray(read.digest) != self.given.values).any((1, 2))
+        return list(self.mesh.devices.reshape(-1)[differs])
+
+
+def suspect_devices(runs: Sequence[Recorded], *, is_exact: bool) -> tuple[Any, ...]:
+    """Returns the devices that runs of one step point to; () if they point to none.
+
+    First the devices whose stored values changed before the step read them, each of
+    which is certain. Then those of the first event at which the runs differ, if what
+    differs was computed there: a wrong result of a collective may come from any of its
+    devices. Of a data rank whose tensor is split over `tp`, all devices are suspects.
 
     Args:
-      old: State before the step, on the mesh of the wrong one.
-      wrong: State after it.
-      right: State after it by the two equal results, on the same mesh.
-      mesh: Mesh of the step that is wrong.
-      losses: Loss of each data rank in the wrong step and in a right one; None if they
-        were not recorded.
+      runs: Three runs, with each rank on another device.
+      is_exact: Whether sums have the same bits in all runs. If not, new states are not
+        compared, and the first reduction is the last event that tells.
     """
-    differ = _largest_differences(wrong, right)
-    owners = [device for device, sizes in differ.items() if any(sizes.values())]
-    if len(owners) == 1:
-        return tuple(owners)
-    updates = _largest_updates(old, right)
-    beyond = [
-        device
-        for device in owners
-        if any(
-            size > _BEYOND_UPDATES * updates[name]
-            for name, size in differ[device].items()
-        )
-    ]
-    if beyond:
-        return tuple(beyond) if len(beyond) == 1 else ()
-    return _of_losses(mesh, *losses)
+    if misread := [device for run in runs for device in run.misread]:
+        return tuple(dict.fromkeys(misread))
+    meshes = [run.mesh for run in runs]
+    if len({mesh.devices.shape for mesh in meshes}) > 1:
+        return ()
+    for moments in _moments(runs, is_exact=is_exact):
+        digests = [moment.digest for moment in moments]
+        if all(np.array_equal(digests[0], other) for other in digests[1:]):
+            continue
+        return _outvoted(meshes, digests) if moments[0].is_computed else ()
+    return ()
 
 
-def _of_losses(
-    mesh: Mesh, wrong: np.ndarray | None, right: np.ndarray | None
+def _moments(
+    runs: Sequence[Recorded], *, is_exact: bool
+) -> Iterator[tuple[Moment, ...]]:
+    """Yields each event of all runs, and at the end the states that they made."""
+    shapes = [jax.tree.map(np.shape, run.events) for run in runs]
+    if any(other != shapes[0] for other in shapes[1:]):
+        return
+    yield from zip(*(in_order(run.events) for run in runs), strict=True)
+    if is_exact:
+        yield tuple(Moment(run.made.values, True) for run in runs)
+
+
+def _outvoted(
+    meshes: Sequence[Mesh], digests: Sequence[UInt32[np.ndarray, "ranks ..."]]
 ) -> tuple[Any, ...]:
-    """Returns the devices of the only data rank whose loss differs; () for others."""
-    if wrong is None or right is None or len(wrong) < 2:
-        return ()
-    differs = wrong.view(np.uint32) != right.view(np.uint32)
-    clearly = ~(np.abs(wrong - right) <= _ROUNDINGS * np.spacing(np.abs(right)))
-    if differs.sum() != 1 or clearly.sum() != 1:
-        return ()
-    # A rank of data is all devices at its place on the batch axes.
-    order = [AXES.index(axis) for axis in BATCH_AXES]
-    others = [i for i in range(len(AXES)) if i not in order]
-    by_rank = mesh.devices.transpose(*order, *others).reshape(len(wrong), -1)
-    return tuple(by_rank[differs].reshape(-1))
+    """Returns the devices that all results without a majority have in common."""
+    ranks = len(digests[0])
+    results = np.stack([digest.reshape(ranks, -1) for digest in digests])
+    found: list[Any] | None = None
+    for rank in np.flatnonzero((results != results[0]).any((0, 2))):
+        wrong = _minority(results[:, rank])
+        if wrong is None:
+            return ()
+        devices = meshes[wrong].devices.reshape(ranks, -1)[rank]
+        found = [d for d in devices if found is None or d in found]
+    return tuple(found or ())
 
 
-def _largest_differences(a: PyTree, b: PyTree) -> dict[Any, dict[str, float]]:
-    """Returns the largest difference in each device's shard, by device and leaf."""
-    found: dict[Any, dict[str, float]] = {}
-    for name, x, y in _pairs(a, b):
-        others = {shard.device: shard.data for shard in y.addressable_shards}
-        for shard in x.addressable_shards:
-            size = _distance(np.asarray(shard.data), np.asarray(others[shard.device]))
-            found.setdefault(shard.device, {})[name] = size
-    return found
-
-
-def _largest_updates(old: PyTree, new: PyTree) -> dict[str, float]:
-    return {
-        name: max(
-            _distance(np.asarray(s.data), np.asarray(t.data))
-            for s, t in zip(x.addressable_shards, y.addressable_shards, strict=True)
-        )
-        for name, x, y in _pairs(old, new)
-    }
-
-
-def _pairs(a: PyTree, b: PyTree) -> list[tuple[str, jax.Array, jax.Array]]:
-    left, right = flatten(a), flatten(b)
-    return [(n, leaf.value, right[n].value) for n, leaf in left.items()]
-
-
-def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest difference; infinite where only one is finite."""
-    if a.tobytes() == b.tobytes():
-        return 0.0
-    with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    size = float(np.where(np.isnan(distance), np.inf, distance).max())
-    return size or float(np.finfo(np.float64).tiny)  # Zeros of two signs.
+def _minority(results: UInt32[np.ndarray, "runs words"]) -> int | None:
+    """Returns the one of three results that differs from two equal ones."""
+    equal = (results[:, None] == results[None]).all(-1).sum(1)
+    return int(equal.argmin()) if sorted(equal) == [1, 2, 2] else None

@@ -48,7 +48,7 @@ class FlatTrace:
                 env.update(zip(eqn.outvars, new, strict=True))
                 self._add(eqn.replace(invars=given, outvars=new, source_info=info))
                 continue
-            if _is_recomputed(eqn):
+            if is_recomputed(eqn):
                 given = self._apart(given, info)
             inner, consts = called(eqn)
             own = dict(zip(inner.invars, given, strict=True))
@@ -103,7 +103,7 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr, ()
 
 
-def _is_recomputed(eqn: Any) -> bool:
+def is_recomputed(eqn: Any) -> bool:
     """Returns whether an equation is the recomputation of a checkpointed function."""
     if eqn.primitive.name not in REMAT or not eqn.params["differentiated"]:
         return False

@@ -111,6 +111,7 @@ class TrainStep:
       on_nonfinite: Option of `make_train_step`; with `"raise"` each call blocks on its
         step and checks the gradients.
       watch: Memory check of each program before it first runs.
+      compiler_options: XLA options that `jitted` compiles with.
     """
 
     plan: Plan
@@ -118,6 +119,7 @@ class TrainStep:
     jitted: Any
     on_nonfinite: OnNonfinite | None = None
     watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
+    compiler_options: dict[str, bool | int | str] | None = None
     _calls: Iterator[int] = dataclasses.field(
         default_factory=lambda: itertools.count(1), compare=False, repr=False
     )
@@ -237,18 +239,19 @@ def make_train_step(
     update = make_update(plan, tx, abstract, may_skip=skips)
 
     options = StepOptions(has_aux, update_model_state, skips, with_peaks, loss_scale)
+    xla_options = options_for(
+        plan.mesh, compiler_options, unit_bytes(plan.mesh, plan.param_plans)
+    )
     jitted = jax.jit(
         step_function(plan, compute, update, abstract, options),
         # The new state reuses the buffers of the old one: only one is in memory.
         donate_argnums=0,
         # Pinned, so that the next step compiles to the same program.
         out_shardings=(shardings, None),
-        compiler_options=options_for(
-            plan.mesh, compiler_options, unit_bytes(plan.mesh, plan.param_plans)
-        ),
+        compiler_options=xla_options,
     )
     watch = MemoryWatch(memory_limit)
-    return TrainStep(plan, num_microbatches, jitted, on_nonfinite, watch)
+    return TrainStep(plan, num_microbatches, jitted, on_nonfinite, watch, xla_options)
 
 
 def _check_on_nonfinite(on_nonfinite: Any, loss_scale: LossScale | None) -> None:

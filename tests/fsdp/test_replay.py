@@ -12,11 +12,12 @@ import numpy as np
 import optax
 import pytest
 from helpers.errors import facts
+from helpers.faults import with_faults
 from helpers.flips import flip_bit
 from jax.sharding import NamedSharding
 
 import fsdp_jax as fsdp
-from fsdp_jax.replay import ReplayCheck, ReplayStep, with_rank_losses
+from fsdp_jax.replay import ReplayCheck, ReplayStep
 
 TX = optax.adam(1e-3)
 EVERY = 2
@@ -30,51 +31,67 @@ def make_model(key):
     }
 
 
-def loss_fn(model, batch):
-    hidden = jnp.tanh(batch["x"] @ model["w"]) + batch["fault"]
-    return jnp.mean((hidden[:, :13] - model["odd"][None]) ** 2), {}
+# What is added on a device in each case, to the activation and to its gradient.
+CASES = [
+    {},
+    {6: (4.0, 0)},
+    {4: (2.0**-12, 0)},
+    {1: (0, 4.0)},
+    {2: (0, 2.0**-12)},
+    {5: (0, 0.5)},
+    {2: (0.5, 0), 6: (0, 0.5)},
+]
+TABLE = np.zeros((len(CASES), 8, 2), np.float32)
+for number, case in enumerate(CASES):
+    for device, sizes in case.items():
+        TABLE[number, device] = sizes
 
 
-def batch(fault_of_rank: int | None = None):
-    fault = np.zeros((8, 1), np.float32)
-    if fault_of_rank is not None:
-        fault[fault_of_rank] = 2.0**-10
+def batch(case: int = 0):
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    return {"x": x, "fault": fault}
+    row = np.arange(8, dtype=np.int32)
+    return {"x": x, "row": row, "case": np.full_like(row, case)}
 
 
 @functools.cache
-def replay_step(by: int, **sizes: int) -> ReplayStep:
+def replay_step(by: int, *, is_wrong: bool = False, **sizes: int) -> ReplayStep:
+    # On a mesh whose first device is the last of all, device 0 has the second row.
+    table = np.roll(TABLE, by, axis=1)
+
+    def loss_fn(model, batch):
+        hidden = jnp.tanh(batch["x"] @ model["w"])
+        hidden = with_faults(hidden, batch, table, is_wrong=is_wrong)
+        return jnp.mean((hidden[:, :13] - model["odd"][None]) ** 2)
+
     devices = list(np.roll(jax.devices(), by))
     plan = fsdp.fully_shard(make_model, fsdp.make_mesh(devices=devices, **sizes))
-    loss = with_rank_losses(loss_fn)
-    return ReplayStep(fsdp.make_train_step(plan, loss, TX, has_aux=True), TX)
+    return ReplayStep(fsdp.make_train_step(plan, loss_fn, TX), TX)
+
+
+def unchanged(given):
+    return given
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty:
-    """A step with a fault: what it does before and after with state and batch."""
+class Flipped(ReplayStep):
+    """A step with a fault of its state where it is checked."""
 
-    step: Any
-    state: Any = staticmethod(lambda state: state)
-    batch: Any = staticmethod(lambda batch: batch)
-    after: Any = staticmethod(lambda state: state)
+    before: Any = unchanged
+    after: Any = unchanged
 
-    @property
-    def plan(self):
-        return self.step.plan
-
-    def __call__(self, state, batch):
-        new, metrics = self.step(self.state(state), self.batch(batch))
-        return self.after(new), metrics
+    def recorded(self, state, batch):
+        new, metrics, events = super().recorded(self.before(state), batch)
+        return self.after(new), metrics, events
 
 
-def check_of(faulty: dict[str, Any] | None = None, **options: Any) -> ReplayCheck:
-    checked = replay_step(0)
-    step: Any = checked.step if faulty is None else Faulty(checked.step, **faulty)
-    return ReplayCheck(
-        ReplayStep(step, TX), [replay_step(1), replay_step(2)], every=EVERY, **options
-    )
+def flipped_step(by: int, **faults: Any) -> ReplayStep:
+    return Flipped(replay_step(by).step, TX, **faults)
+
+
+def check_of(checked: ReplayStep | None = None, **options: Any) -> ReplayCheck:
+    others = [replay_step(1), replay_step(2)]
+    checked = checked or replay_step(0)
+    return ReplayCheck(checked, others, every=EVERY, **options)
 
 
 def fresh():
@@ -129,28 +146,48 @@ def test_steps_without_a_fault_are_the_same_bits_and_raise_nothing():
     assert metrics["loss"] == plain["loss"]
 
 
-FAULTS = {
-    "weight": dict(state=flipped("params.w", 3, bit=30)),
-    "moment": dict(state=flipped("opt_state.0.nu.w", 5)),
-    "update": dict(after=flipped("params.w", 6, bit=2)),
-    "activation": dict(batch=lambda _: batch(fault_of_rank=4)),
+# High and low bits, and large and small numbers: whoever judges by sizes takes one of
+# them for another device's, or for nobody's.
+FLIPS = {
+    "weight, high bit": (3, {"before": flipped("params.w", 3, bit=30)}),
+    "weight, low bit": (3, {"before": flipped("params.w", 3, bit=1)}),
+    "moment": (5, {"before": flipped("opt_state.0.nu.w", 5)}),
+    "update": (6, {"after": flipped("params.w", 6, bit=2)}),
 }
-WHERE = {"weight": 3, "moment": 5, "update": 6, "activation": 4}
+WITHIN = {
+    "activation, large": 1,
+    "activation, small": 2,
+    "gradient, large": 3,
+    "gradient, small": 4,
+}
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_in_a_checked_step_is_found_and_its_device_named(kind):
-    check = check_of(FAULTS[kind])
+def report_of(check: ReplayCheck, case: int = 0) -> fsdp.replay.CorruptionReport:
     state = fresh()
     with pytest.raises(fsdp.replay.CorruptionError, match=facts("step 2")) as caught:
-        check(state, batch())
-    report = caught.value.report
+        check(state, batch(case))
+    return caught.value.report
+
+
+@pytest.mark.parametrize("kind", FLIPS)
+def test_a_flip_in_a_checked_step_is_found_and_its_device_named(kind):
+    device, faults = FLIPS[kind]
+    report = report_of(check_of(flipped_step(0, **faults)))
     assert (report.step, report.wrong) == (2, "step")
-    assert report.devices == (jax.devices()[WHERE[kind]],)
+    assert report.devices == (jax.devices()[device],)
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+def test_what_a_device_computes_wrong_is_found_and_the_device_named(kind):
+    case = WITHIN[kind]
+    report = report_of(check_of(replay_step(0, is_wrong=True)), case)
+    (device,) = CASES[case]
+    assert (report.step, report.wrong) == (2, "step")
+    assert report.devices == (jax.devices()[device],)
 
 
 def test_a_fault_of_the_replay_is_not_taken_for_one_of_the_step():
-    wrong = ReplayStep(Faulty(replay_step(1).step, after=flipped("params.w", 2)), TX)
+    wrong = flipped_step(1, after=flipped("params.w", 2))
     check = ReplayCheck(replay_step(0), [wrong, replay_step(2)], every=1)
     with pytest.raises(fsdp.replay.CorruptionError) as caught:
         check(fresh(), batch())
@@ -178,12 +215,12 @@ def test_a_mesh_of_another_shape_agrees_within_the_bound_and_no_flip_does():
     # by their root.
     check = ReplayCheck(replay_step(0), others, every=EVERY, rtol=1e-4)
     check(fresh(), batch())
-    faulty = ReplayStep(
-        Faulty(replay_step(0).step, state=flipped("params.w", 3, 30)), TX
-    )
-    check = ReplayCheck(faulty, others, every=EVERY, rtol=1e-4)
-    with pytest.raises(fsdp.replay.CorruptionError, match=facts("params.w")):
+    wrong = flipped_step(0, before=flipped("params.w", 3, 30))
+    check = ReplayCheck(wrong, others, every=EVERY, rtol=1e-4)
+    with pytest.raises(fsdp.replay.CorruptionError, match=facts("params.w")) as caught:
         check(fresh(), batch())
+    # By what the device stores: nothing else of two meshes can be compared.
+    assert caught.value.report.devices == (jax.devices()[3],)
 
 
 def test_a_check_without_a_third_result_is_refused():
@@ -197,7 +234,22 @@ def test_a_bound_that_bounds_nothing_is_refused(rtol):
         ReplayCheck(replay_step(0), [replay_step(1), replay_step(2)], rtol=rtol)
 
 
-def test_shards_of_other_processes_are_not_compared(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=facts("2")):
-        ReplayCheck(replay_step(0), [replay_step(1), replay_step(2)])
+@pytest.mark.long
+def test_a_device_that_is_always_wrong_is_named_although_no_two_results_agree():
+    wrong, *others = (replay_step(by, is_wrong=True) for by in range(3))
+    report = report_of(ReplayCheck(wrong, others, every=EVERY), 5)
+    assert (report.wrong, report.devices) == ("undecided", (jax.devices()[5],))
+
+
+def test_two_devices_that_are_wrong_at_once_are_not_taken_for_one():
+    report = report_of(check_of(replay_step(0, is_wrong=True)), 6)
+    assert (report.wrong, report.devices) == ("step", ())
+
+
+def test_a_state_that_is_wrong_on_all_devices_names_none():
+    def all_wrong(state):
+        w = state.params["w"] + 1.0
+        return dataclasses.replace(state, params=state.params | {"w": w})
+
+    report = report_of(check_of(flipped_step(0, after=all_wrong)))
+    assert (report.wrong, report.devices) == ("step", ())
