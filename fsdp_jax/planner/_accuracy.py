@@ -73,9 +73,9 @@ def rests_on(gpu: GPU, mesh: Mapping[str, int]) -> str:
     absent = [f"none with {axis}" for axis in missing]
     count = PUBLISHED.gpus.get(gpu.name, 0)
     if not count:
-        absent.append(f"none on a {gpu.name}: not validated")
+        absent.append(f"none on {gpu.name}: not validated")
     elif count < FEW:
-        absent.append(f"only {count} on a {gpu.name}")
+        absent.append(f"only {count} on {gpu.name}")
     return "; ".join(
         [
             f"median error {PUBLISHED.median:.0%} over {PUBLISHED.rows} published runs",
