@@ -122,7 +122,7 @@ FLOAT8 = 2.0
 
 The casts are kernels of their own.
 """
-MEMORY = 0.856
+MEMORY = 0.866
 """Part of the peak memory bandwidth that elementwise kernels reach."""
 SLOWDOWN = 0.3
 """Part of a kernel's speed that is lost while a collective runs."""
