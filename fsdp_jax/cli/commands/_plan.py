@@ -137,6 +137,8 @@ class Plan:
             )
         if not self.search_minutes > 0:
             raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
+        if self.seq < 1:
+            raise ValueError(f"--seq {self.seq}: at least 1 token.")
         for option, file in self._files().items():
             check_absent(file, option)
         with without_xla_lines():
@@ -239,6 +241,11 @@ def _mesh_sizes(text: str | None) -> Sizes:
             raise ValueError(
                 f"--mesh {text}: '{part}' is no size of {', '.join(_AXES)}. "
                 "Write it as in --mesh dp_shard=-1,tp=8."
+            )
+        if axis in sizes:
+            raise ValueError(
+                f"--mesh {text}: '{axis}' has two sizes, {sizes[axis]} and {size}. "
+                "Give each axis one."
             )
         sizes[axis] = int(size)
     return sizes
