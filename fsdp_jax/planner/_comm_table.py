@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_jax._report import Grid, format_bytes
-from fsdp_jax._scopes import CONTEXT_PARALLEL, is_in, is_transposed
+from fsdp_jax._scopes import CONTEXT_PARALLEL, is_in, is_recomputed, is_transposed
 from fsdp_jax.hlo._collectives import Collective, axes_of
 from fsdp_jax.planner._interconnect import communicated_bytes
 from fsdp_jax.planner._timeline import Sent, Timeline
@@ -64,7 +64,7 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
     dtypes = dict.fromkeys(shape.dtype for shape in collective.sent)
     return SentRow(
         op=collective.op,
-        direction="backward" if is_transposed(collective.op_name) else "forward",
+        direction="backward" if _in_backward(first) else "forward",
         unit=_unit(collective, plan),
         dtype="+".join(dtypes),
         axes=axes_of(collective.groups, plan.mesh) or (),
@@ -73,6 +73,12 @@ def _row(runs: list[Sent], plan: Plan) -> SentRow:
         seconds=first.end - first.start,
         exposed_seconds=sum(run.exposed for run in runs),
     )
+
+
+def _in_backward(sent: Sent) -> bool:
+    """Returns whether it is of backward; what is computed again there is too."""
+    scopes = sent.collective.op_name
+    return sent.in_backward or is_transposed(scopes) or is_recomputed(scopes)
 
 
 def _unit(collective: Collective, plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +21,10 @@ class CostModel:
       devices_per_node: Devices connected by links.
       peak_flops: FLOP/s of the data sheet, for model FLOPs utilization only.
       host_bandwidth: Bytes/s between a device and its host, in one direction.
-      switch_bandwidth: Bytes/s of an all-reduce in a node whose switch adds, counted
-        as for a ring; 0 if it does not.
+      switch_bandwidth: Bytes/s of an all-reduce of 8 devices in a node whose switch
+        adds, counted as for a ring; 0 if it does not.
+      copy_bandwidth: Bytes/s at which a collective copies what a device already has of
+        the result; infinite if that is free.
       float8_speed: Speed of products in 8-bit floats relative to 16-bit.
       attention_forward: FLOP/s of fused attention over long rows; None for `flops`.
       attention_backward: FLOP/s of its backward; None for `flops`.
@@ -39,6 +42,7 @@ class CostModel:
     peak_flops: float
     host_bandwidth: float = 50e9
     switch_bandwidth: float = 0.0
+    copy_bandwidth: float = math.inf
     float8_speed: float = 2.0
     attention_forward: float | None = None
     attention_backward: float | None = None
@@ -118,7 +122,7 @@ FLOAT8 = 2.0
 
 The casts are kernels of their own.
 """
-MEMORY = 0.856
+MEMORY = 0.866
 """Part of the peak memory bandwidth that elementwise kernels reach."""
 SLOWDOWN = 0.3
 """Part of a kernel's speed that is lost while a collective runs."""
@@ -140,6 +144,7 @@ def _cost(
     host: float = 50,
     node: int = 8,
     power: float = 1.0,
+    products: float = 1.0,
 ) -> CostModel:
     """Returns a cost model from TFLOP/s and GB/s of the data sheet.
 
@@ -152,18 +157,20 @@ def _cost(
       host: GB/s to the host.
       node: Devices of an NVLink domain.
       power: Speed of products relative to a device that is not held to less power.
+      products: Part of the peak that large products reach, relative to an H100.
     """
     peak = peak_flops * 1e12
     return CostModel(
-        flops=MATMUL * power * peak,
+        flops=MATMUL * power * products * peak,
         memory_bandwidth=MEMORY * memory * 1e9,
         link_bandwidth=links * 1e9,
         network_bandwidth=nic * 1e9,
-        latency=6e-6,
+        latency=2e-6,
         devices_per_node=node,
         peak_flops=peak,
         host_bandwidth=host * 1e9,
         switch_bandwidth=switch * 1e9,
+        copy_bandwidth=MEMORY * memory * 1e9 / 2,  # It reads and writes.
         float8_speed=FLOAT8,
         attention_forward=ATTENTION[0] * power * peak,
         attention_backward=ATTENTION[1] * power * peak,
@@ -172,6 +179,11 @@ def _cost(
         overlap_slowdown=SLOWDOWN,
     )
 
+
+# `products`: medians of the speeds of large 16-bit products (4,096 rows or more, and
+# matrices of 4,096 x 4,096 or more) relative to an H100's with the same library, and of
+# these that of the middle library; products in 8-bit floats differ by as much. Source:
+# ai-dynamo/aiconfigurator@095f58a, systems/data/*/gemm.
 
 # NVIDIA A100 data sheet: 312 TFLOP/s, 2,039 GB/s; rings: NCCL's tuning model has 235
 # GB/s for compute capability 8.0; HDR InfiniBand, 200 Gb/s a GPU.
@@ -185,7 +197,7 @@ _A100 = GPU(
     shared_memory=163 << 10,
     clock=1.41,
     data_sheet_bandwidth=2_039_000_000_000,
-    cost=_cost(312, 2039, links=235, nic=22.5, host=25),
+    cost=_cost(312, 2039, links=235, nic=22.5, host=25, products=1.08),
 )
 # NVIDIA H100 data sheet, SXM: 989 TFLOP/s, 3.35 TB/s; nccl-tests#212: 370 and 480 GB/s
 # in a node; nccl-tests#290: 46-48 GB/s a NIC of 400 Gb/s.
@@ -222,8 +234,8 @@ _H200 = dataclasses.replace(
     data_sheet_bandwidth=4_800_000_000_000,
     cost=_cost(989, 4800, links=370, nic=47, switch=480),
 )
-# NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense, 8 TB/s; NVLink 5 has twice the
-# bandwidth of NVLink 4; NICs of 400 Gb/s.
+# NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense, 8 TB/s; nccl#1807: rings of 18 links
+# of 40.1 GB/s, 830 GB/s of an all-reduce by the switch; NICs of 400 Gb/s.
 _B200 = GPU(
     name="b200",
     description="NVIDIA B200",
@@ -234,7 +246,7 @@ _B200 = GPU(
     shared_memory=227 << 10,
     clock=1.965,
     data_sheet_bandwidth=8_000_000_000_000,
-    cost=_cost(2250, 8000, links=740, nic=47, switch=960),
+    cost=_cost(2250, 8000, links=722, nic=47, switch=830, products=0.87),
 )
 # NVIDIA HGX B300 data sheet: 2.25 PFLOP/s dense, 288 GB, NICs of 800 Gb/s.
 _B300 = dataclasses.replace(
@@ -243,7 +255,7 @@ _B300 = dataclasses.replace(
     description="NVIDIA B300",
     memory=288_000_000_000,
     compute_capability=(10, 3),
-    cost=_cost(2250, 8000, links=740, nic=94, switch=960),
+    cost=_cost(2250, 8000, links=722, nic=94, switch=830, products=0.93),
 )
 # NVIDIA GB200 NVL72 data sheet: 2.5 PFLOP/s dense and 186 GB a GPU, 72 GPUs on one
 # NVLink domain, NICs of 400 Gb/s.
@@ -251,14 +263,18 @@ _GB200 = dataclasses.replace(
     _B200,
     name="gb200",
     description="NVIDIA GB200",
-    cost=_cost(2500, 8000, links=740, nic=47, switch=960, host=200, node=72),
+    cost=_cost(
+        2500, 8000, links=722, nic=47, switch=830, host=200, node=72, products=0.80
+    ),
 )
 # NVIDIA GB300 NVL72 data sheet: 2.5 PFLOP/s dense, 288 GB, NICs of 800 Gb/s.
 _GB300 = dataclasses.replace(
     _B300,
     name="gb300",
     description="NVIDIA GB300",
-    cost=_cost(2500, 8000, links=740, nic=94, switch=960, host=200, node=72),
+    cost=_cost(
+        2500, 8000, links=722, nic=94, switch=830, host=200, node=72, products=0.97
+    ),
 )
 
 _LISTED = (_A100, _H100, _H100_500W, _H200, _B200, _B300, _GB200, _GB300)
@@ -268,7 +284,8 @@ GPUS = {gpu.name: gpu for gpu in _LISTED}
 
 Shapes and peaks are the vendor's, links and NICs those of published nccl-tests. The
 parts of them that training reaches were fitted to published steps of H100s and H200s,
-see `benchmarks/validate_planner.py`; for other GPUs they are assumed to be the same.
+see `benchmarks/validate_planner.py`; for other GPUs that of products is scaled as
+libraries measured it, and the rest assumed to be the same.
 """
 
 

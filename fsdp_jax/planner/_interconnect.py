@@ -1,11 +1,15 @@
 """Seconds of a collective: rings over NVLink and NICs, trees, and NVLink SHARP.
 
 Each algorithm has a bandwidth and a latency that grows with the group, as in NCCL's own
-tuning model; the fastest one counts, as NCCL chooses it.
+tuning model; the fastest one counts, as NCCL chooses it. Messages of some MB do not
+fill its channels, which costs a time of its own.
 
 Source: NCCL `src/graph/tuning.cc` (latencies of a step; rings, trees);
   nccl-tests#290, "46-48 GB/s per NIC"; nccl-tests#212, 370 GB/s of bus bandwidth in a
-  node of H100s, and 480 for an all-reduce with NVLink SHARP.
+  node of H100s, and 480 for an all-reduce with NVLink SHARP; by size of the message,
+  nccl-tests on 2 to 8 A100s, H100s, H200s, B200s and B300s in
+  ai-dynamo/aiconfigurator@095f58a, `systems/data/*/comm/nccl`, and on 8 H100s in
+  NVIDIA/dgxc-benchmarking@46e4201, `nccl/README.md`.
 """
 
 from __future__ import annotations
@@ -35,12 +39,38 @@ class Protocol:
     efficiency: float
 
 
-# "Simple" for large messages; "LL128" sends a flag with every 120 bytes of 128.
+# "Simple" for large messages; "LL128" sends a flag with every 120 bytes of 128, "LL"
+# with every 4 bytes of 8.
 PROTOCOLS = (
     Protocol(base=8.4e-6, link=3.4e-6, network=9.6e-6, efficiency=1.0),
-    Protocol(base=10.0e-6, link=1.9e-6, network=4.0e-6, efficiency=0.92),
+    Protocol(base=10.0e-6, link=1.25e-6, network=4.0e-6, efficiency=0.92),
+    Protocol(base=6.6e-6, link=0.6e-6, network=2.7e-6, efficiency=0.5),
 )
 TREE = Protocol(base=0.0, link=28e-6, network=50e-6, efficiency=0.9)
+SWITCH = Protocol(base=14.5e-6, link=0.0, network=9.6e-6, efficiency=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Filling:
+    """Seconds until the channels of a collective are full, which small ones never are.
+
+    Fitted to the times of nccl-tests in a node, from 64 KB to 512 MB.
+
+    Attributes:
+      most: Seconds that it costs a large message.
+      half: Bytes that each device sends at which it costs half of that.
+    """
+
+    most: float
+    half: float
+
+    def seconds(self, moved: float) -> float:
+        """Returns the seconds that it costs a message."""
+        return self.most * moved / (moved + self.half)
+
+
+RING_FILLING = Filling(most=65e-6, half=80e6)
+SWITCH_FILLING = Filling(most=95e-6, half=30e6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +134,7 @@ def communication_seconds(
         ways = _reductions(collective.op, moved, layout, cost)
     else:
         ways = _messages(moved, layout, cost)
-    return cost.latency + min(ways)
+    return cost.latency + min(ways) + _own_seconds(collective, layout, cost)
 
 
 def ring_bandwidth(layout: Layout, cost: CostModel) -> float:
@@ -125,6 +155,15 @@ def links_used(layout: Layout) -> tuple[str, ...]:
     return (*inside, *(("network",) if layout.nodes > 1 else ()))
 
 
+def _own_seconds(collective: Collective, layout: Layout, cost: CostModel) -> float:
+    """Returns the seconds in which a device copies its own shard to the result."""
+    if collective.op not in ("all-gather", "reduce-scatter", "all-to-all"):
+        return 0.0
+    sides = (collective.sent, collective.received)
+    largest = max(sum(shape.bytes for shape in side) for side in sides)
+    return largest / layout.size / cost.copy_bandwidth
+
+
 def _reductions(
     op: str, moved: float, layout: Layout, cost: CostModel
 ) -> Iterator[float]:
@@ -132,31 +171,40 @@ def _reductions(
     between = rounds * (layout.nodes - 1)
     within = rounds * (layout.size - 1) - between
     bandwidth = ring_bandwidth(layout, cost)
+    filling = RING_FILLING.seconds(moved)
     for protocol in PROTOCOLS:
         start = protocol.base + within * protocol.link + between * protocol.network
-        yield start + moved / (protocol.efficiency * bandwidth)
+        yield start + filling + moved / (protocol.efficiency * bandwidth)
     if op != "all-reduce":
         return
     depth = 2 * math.ceil(math.log2(layout.nodes)) if layout.nodes > 1 else 0
     if layout.nodes > 1:
         chain = 2 * (layout.in_node - 1)
         start = TREE.base + chain * TREE.link + depth * TREE.network
-        yield start + moved / (TREE.efficiency * bandwidth)
-    if cost.switch_bandwidth and layout.in_node > 1:
-        # The switch adds, so bytes go up and down once; between nodes, trees.
+        yield start + filling + moved / (TREE.efficiency * bandwidth)
+    if cost.switch_bandwidth and layout.in_node > 2:
+        # The switch adds, so that bytes go up and down once, with any number of
+        # members; between nodes, trees.
+        around = (layout.in_node - 1) / layout.in_node
+        inside = cost.switch_bandwidth * around / SWITCH_AROUND
         outer = layout.in_node * cost.network_bandwidth
-        speed = min(cost.switch_bandwidth, outer if layout.nodes > 1 else math.inf)
-        start = PROTOCOLS[0].base + depth * PROTOCOLS[0].network
-        yield start + moved / speed
+        speed = min(inside, outer if layout.nodes > 1 else math.inf)
+        start = SWITCH.base + depth * SWITCH.network
+        yield start + SWITCH_FILLING.seconds(moved) + moved / speed
+
+
+SWITCH_AROUND = 7 / 8
+"""Part of a message that is another device's, of the 8 for which speeds are stated."""
 
 
 def _messages(moved: float, layout: Layout, cost: CostModel) -> Iterator[float]:
     """All-to-all and permutes: each device sends to others through its own NIC."""
+    filling = RING_FILLING.seconds(moved)
     if layout.nodes == 1:
-        yield PROTOCOLS[0].base + moved / cost.link_bandwidth
+        yield PROTOCOLS[0].base + filling + moved / cost.link_bandwidth
         return
     away = 1 - (layout.in_node - 1) / max(layout.size - 1, 1)
     slowest = max(
         moved * away / cost.network_bandwidth, moved * (1 - away) / cost.link_bandwidth
     )
-    yield PROTOCOLS[0].network + slowest
+    yield PROTOCOLS[0].network + filling + slowest

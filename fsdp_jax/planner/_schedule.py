@@ -32,10 +32,18 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A collective; the compute stream goes on if it is asynchronous."""
+    """A collective; the compute stream goes on if it is asynchronous.
+
+    Attributes:
+      collective: Collective.
+      is_async: Whether the compute stream goes on.
+      in_backward: Whether it runs among the instructions of backward, which compute
+        parts of forward again.
+    """
 
     collective: Collective
     is_async: bool
+    in_backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +133,8 @@ class _Reader:
             return Wait(one.operands[0])
         if collective := collective_of(self.module, computation, one):
             named = dataclasses.replace(collective, name=one.name)
-            return Start(named, one.opcode.endswith("-start"))
+            is_async = one.opcode.endswith("-start")
+            return Start(named, is_async, in_backward=scope[0] == "backward")
         if one.opcode.endswith(("-start", "-update")):
             return None  # A copy to or from the host, which is on neither stream.
         kernel = kernel_of(self.module, computation, one)

@@ -45,8 +45,9 @@ def _of_step(step: Step) -> list[Any]:
             figures = (kernel.flops, kernel.bytes, kernel.length, kernel.width)
             scope = [unit] if unit else []
             return ["run", label, kernel.kind, kernel.dtype, *figures, *scope]
-        case Start(collective, is_async):
-            return ["start", is_async, *_of_collective(collective)]
+        case Start(collective, is_async, in_backward):
+            scope = [in_backward] if in_backward else []
+            return ["start", is_async, *_of_collective(collective), *scope]
         case Wait(name):
             return ["wait", name]
         case Loop(times, body):
@@ -83,7 +84,7 @@ def _step(item: list[Any]) -> Step:
     match item:
         case ["run", label, kind, dtype, flops, moved, length, width, *unit]:
             return Run(Kernel(kind, flops, dtype, moved, length, width), label, *unit)
-        case ["start", is_async, op, name, op_name, sent, received, ranges]:
+        case ["start", is_async, op, name, op_name, sent, received, ranges, *scope]:
             group = tuple(
                 first + step * at
                 for first, step, count in ranges
@@ -91,7 +92,8 @@ def _step(item: list[Any]) -> Step:
             )
             groups = frozenset({group} if group else ())
             sides = _shapes(sent), _shapes(received)
-            return Start(Collective(op, *sides, groups, op_name, name), is_async)
+            collective = Collective(op, *sides, groups, op_name, name)
+            return Start(collective, is_async, *scope)
         case ["wait", name]:
             return Wait(name)
         case ["loop", times, body]:

@@ -46,6 +46,7 @@ class Sent:
       end: Second at which it completed.
       exposed: Seconds that the compute stream waited for it.
       depth: Number of enclosing loops.
+      in_backward: Whether it ran among the instructions of backward.
     """
 
     collective: Collective
@@ -53,6 +54,7 @@ class Sent:
     end: float
     exposed: float
     depth: int
+    in_backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,7 @@ class _Player:
             case Run():
                 self._run(step, self._kernel_seconds(step.kernel))
             case Start():
-                self._send(step.collective, is_async=step.is_async)
+                self._send(step)
             case Wait():
                 self._wait(step.name)
             case Loop():
@@ -189,15 +191,17 @@ class _Player:
         else:
             self.compute.append(Span(start, self.now, *scope))
 
-    def _send(self, collective: Collective, *, is_async: bool) -> None:
+    def _send(self, step: Start) -> None:
+        collective = step.collective
         seconds, links = self._collective_seconds(collective)
         # A link carries one collective at a time, in the order of their starts.
         start = max(self.now, *(self.idle_at[link] for link in links))
         end = start + seconds
         self.idle_at |= dict.fromkeys(links, end)
-        self.sent.append(Sent(collective, start, end, 0.0, self.depth))
+        sent = Sent(collective, start, end, 0.0, self.depth, step.in_backward)
+        self.sent.append(sent)
         self.under_way[collective.name] = len(self.sent) - 1
-        if not is_async:
+        if not step.is_async:
             self._wait(collective.name)
 
     def _collective_seconds(self, found: Collective) -> tuple[float, tuple[str, ...]]:

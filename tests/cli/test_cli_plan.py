@@ -26,7 +26,7 @@ def plan(llama, *options: str) -> int:
 
 @pytest.mark.plan
 def test_a_plan_is_printed_and_written(llama, capsys, tmp_path):
-    files = tmp_path / "plan.json", tmp_path / "plan.svg"
+    files = tmp_path / "new" / "plan.json", tmp_path / "plan.svg"
     assert not plan(
         *(llama, "--gpus", "16", "--mesh", "dp_outer=2,dp_shard=-1", "--seq", "64"),
         *("--batch", "16", "--json", str(files[0]), "--picture", str(files[1])),
@@ -161,6 +161,11 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),
         (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),
+        (("--mesh", "tp=2,tp=4"), "'tp' has two sizes, 2 and 4"),
+        (("--seq", "0"), "--seq 0: at least 1"),
+        (("--seq", "-1"), "--seq -1: at least 1"),
+        (("--capacity-factor", "1.0"), "the model has no experts"),
+        (("--picture", "plan.pdf"), "'plan.pdf' is drawn as .png or .svg"),
         (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
     ],
 )

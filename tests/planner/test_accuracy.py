@@ -46,9 +46,9 @@ def test_what_no_published_run_had_is_named():
     said = rests_on(GPUS["h100"], {"dp_shard": 8, "tp": 8, "ep": 1})
     assert "7%" in said and "61" in said and "9%" in said
     assert "none" not in said
-    assert rests_on(GPUS["h200"], {"dp_shard": 8}).endswith("only 1 on a h200")
+    assert rests_on(GPUS["h200"], {"dp_shard": 8}).endswith("only 1 on h200")
     missing = rests_on(GPUS["gb200"], {"dp_shard": 8, "ep": 8, "cp": 2})
-    for fact in ("none with ep", "none with cp", "none on a gb200: not validated"):
+    for fact in ("none with ep", "none with cp", "none on gb200: not validated"):
         assert fact in missing
 
 

@@ -36,7 +36,7 @@ SCHEDULE = (
     Loop(
         3,
         (
-            Start(collective("near", range(8)), is_async=True),
+            Start(collective("near", range(8)), is_async=True, in_backward=True),
             Run(PRODUCT, "forward"),
             Wait("near"),
         ),

@@ -124,6 +124,31 @@ def test_a_loop_runs_as_often_as_it_says():
     assert [sent.depth for sent in line.sent] == [1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "scope, is_backward", [("transpose(jvp(f))/neg", True), ("f/neg", False)]
+)
+def test_what_is_sent_again_in_the_loop_of_backward_is_of_backward(scope, is_backward):
+    # The gather is computed again, and has the scope of forward in both.
+    negated = f'%work = f32[2]{{0}} negate(%p), metadata={{op_name="{scope}"}}'
+    body = LOOP.replace(WORK, negated).replace(
+        "replica_groups={{0,1,2,3}}",
+        'replica_groups={{0,1,2,3}}, metadata={op_name="jvp(f)/all_gather"}',
+    )
+    loop = (
+        "%loop = (f32[2]{0}) while(%t), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"2"}}'
+    )
+    module = schedule(
+        *(P, START, DONE, "%t = (f32[2]{0}) tuple(%p)", loop),
+        "ROOT %r = f32[2]{0} get-tuple-element(%loop), index=0",
+        computations=body,
+    )
+    assert [sent.in_backward for sent in replay(module, UNIT, 4).sent] == [
+        False,
+        *2 * [is_backward],
+    ]
+
+
 def test_between_nodes_the_network_is_what_counts():
     start = START.replace("{{0,1,2,3}}", "{{0,4},{1,5},{2,6},{3,7}}")
     start = start.replace("f32[8]", "f32[4]")

@@ -26,6 +26,7 @@ from fsdp_jax.cli._step_spec import Sizes, StepSpec
 from fsdp_jax.cli._user_model import UserModel, check_effect, open_user_model
 from fsdp_jax.cli._xla_log import without_xla_lines
 from fsdp_jax.planner import GPU, Search, StepEstimate, gpu_devices
+from fsdp_jax.planner._plot import new_figure
 from fsdp_jax.training._compiler_options import Options, options_of
 
 _AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
@@ -137,8 +138,14 @@ class Plan:
             )
         if not self.search_minutes > 0:
             raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
-        for option, file in self._files().items():
-            check_absent(file, option)
+        if self.seq < 1:
+            raise ValueError(f"--seq {self.seq}: at least 1 token.")
+        if self.capacity_factor is not None and _is_dense(config):
+            raise ValueError(
+                f"--capacity-factor {self.capacity_factor}: without effect, as the "
+                "model has no experts. Leave it out."
+            )
+        self._check_files()
         with without_xla_lines():
             self._plan(self._step(config), gpu, sizes)
 
@@ -190,6 +197,13 @@ class Plan:
                 form, wanted = self.strategy.cp_algorithm, self.strategy.attention
                 print(f"\n{plan_table(step.model, estimate.plan, form, wanted)}")
 
+    def _check_files(self) -> None:
+        """Refuses what cannot be written, before anything is compiled."""
+        for option, file in self._files().items():
+            check_absent(file, option)
+        if self.picture is not None:
+            new_figure(self.picture, 1, 1)
+
     def _files(self) -> dict[str, Path]:
         """The files to write, by option."""
         names = ("json", "html", "picture", "trace")
@@ -200,6 +214,7 @@ class Plan:
         """Prints what was found, and writes the files that were asked for."""
         print(found)
         for option, file in self._files().items():
+            file.parent.mkdir(parents=True, exist_ok=True)
             writers[option](file)
 
 
@@ -228,6 +243,10 @@ def _open_model(options: Plan) -> DecoderConfig | UserModel:
     return read_config(options.config, options.ignore_field)
 
 
+def _is_dense(model: DecoderConfig | UserModel) -> bool:
+    return isinstance(model, DecoderConfig) and model.moe is None
+
+
 def _mesh_sizes(text: str | None) -> Sizes:
     """Parses sizes such as `dp_outer=4,dp_shard=-1`."""
     if text is None:
@@ -239,6 +258,11 @@ def _mesh_sizes(text: str | None) -> Sizes:
             raise ValueError(
                 f"--mesh {text}: '{part}' is no size of {', '.join(_AXES)}. "
                 "Write it as in --mesh dp_shard=-1,tp=8."
+            )
+        if axis in sizes:
+            raise ValueError(
+                f"--mesh {text}: '{axis}' has two sizes, {sizes[axis]} and {size}. "
+                "Give each axis one."
             )
         sizes[axis] = int(size)
     return sizes
