@@ -197,7 +197,8 @@ def _draw_shards(axes: Axes, *, labels: list[str]) -> None:
     for device, (color, label) in enumerate(zip(DEVICES, labels, strict=True)):
         y = count - 1 - device
         axes.barh(y, 3, color=color, height=0.8)
-        axes.text(1.5, y, label, ha="center", va="center", color="white", fontsize=7)
+        ink = "black" if color == "#ccbb44" else "white"  # White on yellow is faint.
+        axes.text(1.5, y, label, ha="center", va="center", color=ink, fontsize=7)
         for part, other in enumerate(DEVICES):
             axes.barh(y, 0.55, left=5 + 0.55 * part, color=other, height=0.8)
         axes.barh(y, 1.6, left=9, color="#dddddd", height=0.8)

@@ -293,3 +293,69 @@ def test_the_page_on_corruption_says_what_a_replay_costs():
     assert (
         f"in 100 takes {found['of_step']['replaying']:.1%}".replace("%", " %") in text
     )
+
+
+def test_where_a_step_is_computed_is_as_said():
+    found = row(8, LANES[0], "fsdp_jax")
+    text = f"computes for {found['compute_ms']:.0f} ms, and for {found['floor_ms']:.0f}"
+    assert text in said(MEASURED)
+    (long,) = read("overlap_llama-3-8b-cp_jax0.10.2")["rows"]
+    assert f"communication takes {long['wire_ms']:.0f} ms" in said(MEASURED)
+    (split,) = read("overlap_llama-3-70b_jax0.10.2")["rows"]
+    share = f"{100 * split['exposed_of_step']:.1f} % of a modelled 70B step"
+    assert share in said("docs/pages/explanation/limits.md")
+
+
+def test_what_was_fitted_and_what_was_left_out_is_as_said():
+    found, page = read("validate_planner"), said(MEASURED)
+    fit = found["fit"]
+    cells = f"{fit['rows']} | {fit['median']:.1%} | {fit['percentile_90']:.1%} |"
+    assert f"| all for the fit | | {cells}" in page
+    left = [case["reason"] for case in found["not_built"]]
+    kept = found["held_back"]["rows"]
+    assert f"and {kept} of 42 that are held back: {len(left)} are not built" in page
+    compiled = sum("not compiled yet" in reason for reason in left)
+    assert compiled == 12 and "Twelve have no schedule yet" in page
+    sources = found["by_source"].items()
+    (mosaic,) = [of["rows"] for name, of in sources if "llm-foundry" in name]
+    assert f"{fit['rows'] - mosaic} rows of compiled steps" in page
+    assert f"the {mosaic} of llm-foundry" in page
+    gpus = found["gpus"]
+    hoppers = sum(count for gpu, count in gpus.items() if gpu != "b200")
+    assert gpus["b200"] == 1
+    limits = said("docs/pages/explanation/limits.md")
+    assert f"compared with {hoppers} published runs, B200 with one" in limits
+
+
+def test_the_worst_published_steps_are_those_said():
+    page, rows = said(MEASURED), read("validate_planner")["rows"]
+    errors = {(r["source"].split("@")[0].split(":")[0], r["model"]): r for r in rows}
+    worst = sorted((r for r in rows if r["split"] == "test"), key=lambda r: -r["error"])
+    eight, b200 = worst[0], worst[-1]
+    assert "Megatron-Bridge" in eight["source"] and b200["gpu"] == "B200"
+    assert f"is {100 * eight['error']:.0f} % too slow" in page
+    assert f"is {-100 * b200['error']:.0f} % too fast" in page
+    titan = [row for row in rows if "torchtitan" in row["source"]]
+    long = [row["error"] for row in titan if int(row["seq"]) > 8192]
+    span = f"{-100 * min(long):.0f} % too fast to {100 * max(long):.0f} % too slow"
+    assert f"Long rows are {span}" in page
+    axlearn = errors["apple/axlearn", "fuji-70B-v2 (Llama2)"]["error"]
+    assert f"axlearn's 70B for the fit is {-100 * axlearn:.0f} % too fast" in page
+
+
+def test_what_was_moved_and_killed_is_as_said():
+    found = read("torture")
+    kinds = ("chunk_moved", "file_of_another_step", "folders_exchanged")
+    moved = sum(found[kind]["rounds"] for kind in kinds)
+    for page in (MEASURED, "docs/pages/explanation/what-holds.md"):
+        assert f"{moved} moved chunks, files" in said(page) or (
+            f"{moved} chunks, files and folders moved" in said(page)
+        )
+    assert f"{moved} moved chunks" in said("docs/pages/explanation/security.md")
+    rounds = [
+        found[kind]["rounds"] for kind in ("rollbacks", "second_writers", "full_disk")
+    ]
+    assert "{} rollbacks, {} second writers and {} full disks".format(*rounds) in said(
+        MEASURED
+    )
+    assert found["full_disk"]["previous_step_spoilt"] == 0

@@ -42,7 +42,7 @@ def as_path(path: str | os.PathLike[str]) -> Any:
         return path
     if found := _URL.fullmatch(os.fspath(path)):
         return StorePath.from_url(found[1], found[2])
-    check_local(path)
+    check_local(path, stores=SCHEMES)
     return Path(path)
 
 

@@ -76,6 +76,8 @@ def suggestions(words: Sequence[str], commands: Mapping[str, type]) -> Iterator[
         for near in difflib.get_close_matches(words[0], commands, n=1):
             yield f"there is no command {words[0]!r}: did you mean fsdp-jax {near}?"
         return
+    if words[0] == "launch" and "--" not in words:
+        yield "the program follows a --, as in fsdp-jax launch --processes 8 -- PROGRAM"
     known = set(option_names(commands[words[0]]))
     for word in words[1:]:
         name = word.partition("=")[0].removeprefix("--").replace("_", "-")

@@ -111,24 +111,36 @@ def parse_records(file: Path, parse: Callable[[Any], _T]) -> list[_T]:
     Raises:
       ValueError: If objects cannot be used; the first ones are listed.
     """
-    records, wrong, number = [], [], 0
+    records, number = [], 0
+    wrong: dict[str, list[int]] = {}  # By reason, the numbers of what is wrong.
     what = "row" if has_rows(file) else "line"
     for number, read in enumerate(_rows(file), 1):
         try:
             if (fields := read()) is not None:
                 records.append(_numbered(parse(fields), number))
         except ValueError as error:  # JSONDecodeError is one.
-            wrong.append(f"{what} {number}: {error}")
+            wrong.setdefault(str(error), []).append(number)
     if wrong:
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ValueError(
-            f"--data '{file}': {len(wrong)} of {number} {what}s cannot be used:\n  "
-            + "\n  ".join(wrong[:_SHOWN])
-            + more
+            f"--data '{file}': {_count(wrong)} of {number} {what}s cannot be used:\n  "
+            + "\n  ".join(_listed(wrong, what))
         )
     if not records:
         raise ValueError(f"--data '{file}' has no records.")
     return records
+
+
+def _count(wrong: dict[str, list[int]]) -> int:
+    return sum(map(len, wrong.values()))
+
+
+def _listed(wrong: dict[str, list[int]], what: str) -> Iterator[str]:
+    """Yields the first reasons, each once, with the numbers that it is of."""
+    for reason, numbers in list(wrong.items())[:_SHOWN]:
+        more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+        yield f"{what} {numbers[0]}{more}: {reason}"
+    if left := _count(dict(list(wrong.items())[_SHOWN:])):
+        yield f"and {left} more"
 
 
 def _numbered(parsed: Any, number: int) -> Any:

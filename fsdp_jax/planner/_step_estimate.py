@@ -226,7 +226,8 @@ def _headline(estimate: StepEstimate) -> list[str]:
     kernels = ", ".join(estimate.attention) or "none that is fused"
     speed = f"MFU {estimate.mfu:.1%}"
     if (rate := estimate.tokens_per_second) is not None:
-        speed = f"{rate / estimate.num_gpus:,.0f} tokens/s/GPU, {speed}"
+        each = f"{rate / estimate.num_gpus:,.0f} tokens/s/GPU"
+        speed = f"{each} with {estimate.tokens:,} tokens a step, {speed}"
     room = f"{estimate.compiled_bytes / estimate.gpu.memory:.0%} of the GPU's memory"
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     return [

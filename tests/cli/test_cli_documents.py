@@ -152,6 +152,16 @@ def test_completions_in_messages_leave_out_the_answers_of_the_prompt(chat_model)
     assert [text[slice(*span)].strip() for span in record.spans] == ["2, surely.<eos>"]
 
 
+def test_one_reason_for_many_lines_is_said_once(tmp_path):
+    lines = ['{"messages": []}'] * 40 + ["{"]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=facts("41 of 41")) as raised:
+        read_records(tmp_path / "chats.jsonl", None)
+    said = str(raised.value).splitlines()
+    assert said[1].startswith("  line 1 and 39 more: ")
+    assert said[2].startswith("  line 41: ") and len(said) == 3
+
+
 def test_lines_that_cannot_be_used_are_listed(tmp_path):
     file = tmp_path / "data.jsonl"
     wrong = ["{", "[1]", '{"chosen": 1, "rejected": 2}', '{"texts": "a"}']

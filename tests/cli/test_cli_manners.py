@@ -199,6 +199,13 @@ def test_a_mistyped_command_is_told_the_nearest_one(word, near, capsys):
     assert ("did you mean" in said) == (near is not None)
 
 
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+def test_options_of_a_launched_program_need_two_dashes_before_it(dashes, capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--processs", "2", *dashes, "python", "train.py", "--lr", "1"])
+    assert ("follows a --" in capsys.readouterr().err) == (not dashes)
+
+
 @pytest.mark.parametrize("columns", ["80", "40"])
 def test_the_help_has_groups_and_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
