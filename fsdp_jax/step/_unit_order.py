@@ -13,10 +13,10 @@ loss's gradients, with optimization barriers, which change no value:
 | reduction | the reduction of unit j - 1 | XLA does not merge the two |
 
 If the inputs of unit j - prefetch do not depend on the unit before it, a gather waits
-for the results of that unit too. The j-th unit itself waits for the reduction of unit
-j - 2, so that the unreduced gradients of at most two units are in memory: those being
-reduced and those being made. A gather casts what it reads behind its barrier, or XLA would cast the shards of the
-whole model first and keep them.
+for the results of that unit too. The j-th unit itself waits for the reduction of unit j
+- 2, so that the unreduced gradients of at most two units are in memory: those being
+reduced and those being made. A gather casts what it reads behind its barrier, or XLA
+would cast the shards of the whole model first and keep them.
 
 Units are counted in the order of the trace, forward and then backward. A visit of a
 unit whose weights are still there, as at the turn from forward to backward, does not
