@@ -88,7 +88,7 @@ FORMS = {
 
 
 def planned(form, **options):
-    make_model, units, loss = FORMS[form]
+    make_model, units, loss = (FORMS | IN_NO_CHAIN)[form]
     config = fsdp.FSDPConfig(**options)
     plan = fsdp.fully_shard(make_model, fsdp.make_mesh(), units=units, config=config)
     return plan, loss
@@ -346,7 +346,7 @@ class TwoTowers(nnx.Module):
         return x * y
 
 
-FORMS |= {
+IN_NO_CHAIN = {
     "conditioned": (
         lambda key: DiffusionModel(nnx.Rngs(key)),
         [Conditioned],
