@@ -84,7 +84,11 @@ FIGURES = (
         for jax, venv in LANES.items()
     ),
     Figure("experts", ("experts.py --layers 16 --out OUT",)),
-    Figure("foreign", ("foreign.py --out OUT",), venv=".venv-foreign"),
+    Figure(
+        "foreign",
+        ("foreign.py --out OUT", "foreign.py --compile-times --gpus 8 --out OUT"),
+        venv=".venv-foreign",
+    ),
     Figure(
         "foreign_12_layers",
         (

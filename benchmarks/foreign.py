@@ -10,7 +10,12 @@ reference decoder, of which `fsdp.scan` runs the layers.
 
 Each row is written to `--out` once it is measured, with its commit; rows that are there
 already are kept. With `--predict` nothing is compiled: the memory of the rows that are
-there is predicted anew, which takes a trace of each step.
+there is predicted anew, which takes a trace of each step. With `--compile-times` what
+is measured is the processor time to trace and compile a step, of both orders in turn.
+
+While a collective runs, the cost model slows kernels down, so that communication that
+is hidden still takes time. `faster_at_most` is what a step would gain that hid the rest
+of its communication too: no order of the same collectives and kernels gains more.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
-import time
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +40,8 @@ from fsdp_jax.hlo._program import communicated_arrays, program_of
 from fsdp_jax.planner import GPUS
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._memory import predict_memory
+from fsdp_jax.planner._timeline import Timeline
+from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.training._compiler_options import options_of
 from fsdp_jax.training._memory_check import compiled_bytes
 
@@ -58,22 +65,31 @@ def planned(form: Form, gpus: int, prefetch: int) -> fsdp.Plan:
 
 def estimated(form: Form, gpus: int, prefetch: int) -> dict[str, Any]:
     plan = planned(form, gpus, prefetch)
-    started = time.perf_counter()
     found = fsdp.estimate_step(plan, form.loss, TX, form.batch(gpus), gpu="h200")
-    seconds = time.perf_counter() - started
     program = program_of(found.compiled, found.plan.mesh)
     arrays = list(communicated_arrays(program, found.plan.mesh))
     expected = expected_collectives(found.plan)
     return {
-        "step_ms": round(1e3 * found.timeline.seconds, 2),
-        "exposed_of_step": round(found.exposed, 4),
+        **times(found.timeline),
         "compiled_gb": round(found.compiled_bytes / 1e9, 3),
         "predicted_gb": round(found.memory.total / 1e9, 3),
         "largest_unit_gb": round(largest_unit_bytes(found.plan) / 1e9, 3),
         "units_unsharded": unsharded(program, arrays, expected).units,
         "guided": found.guided,
-        "compile_s": round(seconds, 1),
     }
+
+
+def times(timeline: Timeline) -> dict[str, float]:
+    return {
+        "step_ms": round(1e3 * timeline.seconds, 2),
+        "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
+    }
+
+
+def hidden_ms(row: dict[str, Any]) -> float:
+    """Returns the milliseconds of a step if what it exposes ran beside its kernels."""
+    unslowed = 1 - GPUS["h200"].cost.overlap_slowdown
+    return row["step_ms"] * (1 - unslowed * row["exposed_of_step"])
 
 
 def predicted_gb(form: Form, gpus: int, prefetch: int) -> float:
@@ -121,18 +137,47 @@ def annotated(form: Form, gpus: int) -> dict[str, Any]:
         plan.batch_shardings(form.batch(gpus)),
     )
     outs = jax.tree.map(lambda x: getattr(x, "sharding", None), (params, opt_state))
-    started = time.perf_counter()
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outs)
     lowered = jitted.lower(params, opt_state, plan.model_state, batch)
     cost = GPUS["h200"].cost
     found = compile_scheduled(lowered, cost, gpus, options_of(plan.mesh))
-    timeline = found.timeline
     return {
-        "step_ms": round(1e3 * timeline.seconds, 2),
-        "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
+        **times(found.timeline),
         "compiled_gb": round(compiled_bytes(found.compiled) / 1e9, 3),
         "guided": found.guided,
-        "compile_s": round(time.perf_counter() - started, 1),
+    }
+
+
+def processor_seconds() -> float:
+    """Returns the processor time of this process and of those that it has run."""
+    return sum(os.times()[:4])
+
+
+def compiling(form: Form, gpus: int, prefetch: int) -> float:
+    """Returns the processor seconds to trace and compile a step, with no cache."""
+    plan = planned(form, gpus, prefetch)
+    jax.clear_caches()
+    started = processor_seconds()
+    step = fsdp.make_train_step(plan, form.loss, TX, compiler_options={})
+    lowered = step.lower(fsdp.abstract_state(plan, TX), form.batch(gpus))
+    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+    lowered.compile(compiler_options=options)
+    return processor_seconds() - started
+
+
+def compile_times(name: str, layers: int, gpus: int) -> dict[str, Any]:
+    form = FORMS[name](layers)
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    # In the order 1 0 0 1, so that neither order of units gains by its place.
+    for prefetch in (1, 0, 0, 1):
+        seconds[prefetch].append(compiling(form, gpus, prefetch))
+    ahead, without = (sum(seconds[prefetch]) / 2 for prefetch in (1, 0))
+    return {
+        "model": name,
+        "gpus": gpus,
+        "prefetch_1_cpu_s": round(ahead, 1),
+        "prefetch_0_cpu_s": round(without, 1),
+        "times_as_long": round(ahead / without, 3),
     }
 
 
@@ -160,6 +205,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         share = max(SHARE * reference["exposed_of_step"], ENOUGH)
         faster = without["step_ms"] / row["step_ms"]
+        at_most = without["step_ms"] / hidden_ms(row)
         more = row["compiled_gb"] - without["compiled_gb"]
         alone = by_key.get((name, gpus, "annotations"))
         found.append(
@@ -170,6 +216,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "hides_enough": row["exposed_of_step"] <= share,
                 "exposed_without": without["exposed_of_step"],
                 "faster_than_without": round(faster, 4),
+                "faster_at_most": round(at_most, 4),
                 "gb_more_than_without": round(more, 3),
                 "needs_little_more": more <= UNITS_MORE * row["largest_unit_gb"],
                 "predicted_of_compiled": round(
@@ -202,6 +249,33 @@ def predict_again(
         yield row
 
 
+def measure_rows(
+    found: dict[str, Any], args: argparse.Namespace, commit: str | None
+) -> Iterator[dict[str, Any]]:
+    """Yields what was found, after each row that was not there."""
+    rows = found["rows"]
+    done = {(row["model"], row["gpus"], row["order"]) for row in rows}
+    for gpus, name, order in itertools.product(args.gpus, args.models, args.orders):
+        if (name, gpus, order) not in done:
+            row = measure(name, args.layers, gpus, order)
+            rows.append(row | {"commit": commit})
+            yield found | {"compared": compared(rows)}
+
+
+def time_compilers(
+    found: dict[str, Any], args: argparse.Namespace, commit: str | None
+) -> Iterator[dict[str, Any]]:
+    """Yields what was found, after the times of each model that has none."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    rows = found.setdefault("compile_times", [])
+    done = {(row["model"], row["gpus"]) for row in rows}
+    for gpus, name in itertools.product(args.gpus, args.models):
+        if (name, gpus) not in done:
+            row = compile_times(name, args.layers, gpus)
+            rows.append(row | {"commit": commit})
+            yield found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64])
@@ -209,28 +283,22 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS])
     parser.add_argument("--predict", action="store_true", help="compile nothing")
+    parser.add_argument("--compile-times", action="store_true", help="measure these")
     result.add_arguments(parser)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")
     conditions = result.begin(args, PACKAGES)
-    sizes = {"layers": args.layers, "width": WIDTH, "seq": SEQ}
-    found = result.resumed(args, sizes | {"rows": []}) if args.out else {"rows": []}
-    rows = found["rows"]
+    sizes = {"layers": args.layers, "width": WIDTH, "seq": SEQ, "rows": []}
+    found = result.resumed(args, sizes) if args.out else sizes
     if args.predict:
-        rows = list(predict_again(rows, args, conditions.commit))
-        found = sizes | {"rows": rows, "compared": compared(rows)}
-        result.write(args, conditions, found)
-        return
-    done = {(row["model"], row["gpus"], row["order"]) for row in rows}
-    wanted = itertools.product(args.gpus, args.models, args.orders)
-    for gpus, name, order in wanted:
-        if (name, gpus, order) in done:
-            continue
-        row = measure(name, args.layers, gpus, order)
-        rows.append(row | {"commit": conditions.commit})
-        found = sizes | {"rows": rows, "compared": compared(rows)}
-        result.write(args, conditions, found, show=False)
+        rows = list(predict_again(found["rows"], args, conditions.commit))
+        found = found | {"rows": rows, "compared": compared(rows)}
+    else:
+        go_on = time_compilers if args.compile_times else measure_rows
+        states = go_on(found, args, conditions.commit)
+        for found in states:
+            result.write(args, conditions, found, show=False)
     result.write(args, conditions, found)
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from fsdp_jax._jaxpr import function_of
-from fsdp_jax._scopes import FSDP_GATHER, FSDP_UNSHARD, GATHERS, traced_function
+from fsdp_jax._scopes import (
+    FSDP_GATHER,
+    FSDP_SCAN,
+    FSDP_UNSHARD,
+    GATHERS,
+    traced_function,
+    unit_of,
+)
 from fsdp_jax.step._flat_trace import REMAT, called, fresh, has_effects, operand
 from fsdp_jax.step._remat import Resharding
 
@@ -210,10 +217,24 @@ def substituted(eqn: Any, env: dict[Any, Any]) -> Any:
 
 def gathers_in(jaxpr: Any) -> bool:
     """Returns whether a jaxpr enters a unit, in calls, loops and branches as well."""
-    return any(
-        traced_function(eqn) in GATHERS or any(map(gathers_in, _programs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(True for _ in _entries(jaxpr.eqns, ()))
+
+
+def units_entered(jaxpr: Any) -> list[str]:
+    """Returns the units that a jaxpr enters, but those of loops that gather ahead."""
+    entries = _entries(jaxpr.eqns, ())
+    scopes = [scope for name, scope in entries if name != FSDP_SCAN]
+    return list(dict.fromkeys(filter(None, map(unit_of, scopes))))
+
+
+def _entries(eqns: Iterable[Any], outer: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    """Yields names and scopes of the functions that gather weights."""
+    for eqn in eqns:
+        scopes = *outer, eqn.source_info.name_stack
+        if (name := traced_function(eqn)) in GATHERS:
+            yield name, "/".join(map(str, scopes))
+        for inner in _programs(eqn):
+            yield from _entries(inner.eqns, scopes)
 
 
 def _programs(eqn: Any) -> Iterable[Any]:

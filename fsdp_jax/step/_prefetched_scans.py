@@ -22,10 +22,10 @@ from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
     NotLiftedError,
-    gathers_in,
     lift_gathers,
     renamed_call,
     substituted,
+    units_entered,
 )
 from fsdp_jax.step._prefetch import Stack, run_stack
 from fsdp_jax.step._shard import Shard
@@ -146,8 +146,6 @@ class _Scans:
     def _equation(
         self, eqn: Any, known: dict[Any, _Leaf], env: dict[Any, Any]
     ) -> Sequence[Any]:
-        if not any(isinstance(v, core.Var) and v in known for v in eqn.invars):
-            return [eqn]
         if eqn.primitive.name == "scan":
             return self._scan(eqn, known, env)
         if eqn.primitive.name not in CALLS:
@@ -167,14 +165,19 @@ class _Scans:
     ) -> Sequence[Any]:
         loop = _Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
-        is_entered = any(leaves) and gathers_in(eqn.params["jaxpr"].jaxpr)
-        if not is_entered or is_in(eqn.source_info.name_stack, AS_WRITTEN):
+        units = units_entered(eqn.params["jaxpr"].jaxpr)
+        if not units or is_in(eqn.source_info.name_stack, AS_WRITTEN):
             return [eqn]
         try:
+            if not any(leaves):
+                raise NotLiftedError(
+                    "it does not slice the whole stack of their shards, as jax.lax.scan"
+                    " slices its xs"
+                )
             run = self._run(loop, leaves)
             return [eqn] if run is None else _spliced(eqn, run, env)
         except NotLiftedError as reason:
-            self._say(leaves, reason)
+            _say(units[0], reason)
             return [eqn]
 
     def _run(
@@ -237,14 +240,14 @@ class _Scans:
             policy=None,  # The unit's own is in the trace.
         )
 
-    def _say(self, leaves: Sequence[_Leaf | None], reason: NotLiftedError) -> None:
-        own = [self._shards[leaf.shard].param for leaf in leaves if leaf]
-        logging.getLogger("fsdp_jax").warning(
-            "The weights of unit '%s' are gathered when it begins, not ahead, so that "
-            "its loop waits for them: %s.",
-            own[0].unit,
-            reason,
-        )
+
+def _say(unit: str, reason: NotLiftedError) -> None:
+    logging.getLogger("fsdp_jax").warning(
+        "The weights of unit '%s' are gathered when it begins, not ahead, so that "
+        "its loop waits for them: %s.",
+        unit,
+        reason,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,11 @@ loss's gradients, with optimization barriers, which change no value:
 | gather | the gather of unit j - 1 | XLA does not merge the two |
 | reduction | the reduction of unit j - 1 | XLA does not merge the two |
 
-The j-th unit itself waits for the reduction of unit j - 2, so that the unreduced
-gradients of at most two units are in memory: those being reduced and those being made.
-A gather casts what it reads behind its barrier, or XLA would cast the shards of the
-whole model first and keep them.
+If the inputs of unit j - prefetch do not depend on the unit before it, a gather waits
+for the results of that unit too. The j-th unit itself waits for the reduction of unit j
+- 2, so that the unreduced gradients of at most two units are in memory: those being
+reduced and those being made. A gather casts what it reads behind its barrier, or XLA
+would cast the shards of the whole model first and keep them.
 
 Units are counted in the order of the trace, forward and then backward. A visit of a
 unit whose weights are still there, as at the turn from forward to backward, does not
@@ -57,15 +58,26 @@ class _Visit:
 
     Attributes:
       unit: Name of the unit.
+      index: Number of visits before this one.
       gathers: Equations that gather its weights.
       start: Variables that are there when the unit begins to compute.
       first: Equation that begins to compute.
+      reach: Index of the last visit that `start` depends on; -1 for none.
+      end: Variables that are there when the unit has computed.
     """
 
     unit: str
+    index: int
     gathers: list[Any] = dataclasses.field(default_factory=list)
     start: tuple[Any, ...] = ()
     first: Any = None
+    reach: int = -2
+    end: tuple[Any, ...] = ()
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the unit begins with what the visit before it has computed."""
+        return self.reach == self.index - 1
 
 
 def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
@@ -107,26 +119,91 @@ def _unit_of(eqn: Any) -> str | None:
 
 def _visits(eqns: Sequence[Any], of_shards: set[Any]) -> list[_Visit]:
     """Returns the visits of units, in the order of the program."""
-    visits: list[_Visit] = []
-    weights: set[Any] = set()
-    begun = True
+    walk = _Walk(of_shards)
     for eqn in eqns:
-        unit = _unit_of(eqn)
-        read = {v for v in eqn.invars if _is_var(v)}
-        if unit and _is_gather(eqn, of_shards):
-            if begun or not visits or visits[-1].unit != unit:
-                visits.append(_Visit(unit))
-                weights, begun = set(), False
-            visits[-1].gathers.append(eqn)
-            weights.update(eqn.outvars)
-        elif not read.isdisjoint(weights):
-            if read <= of_shards or eqn.primitive.name == "optimization_barrier":
-                weights.update(eqn.outvars)
-            elif not begun:
-                begun = True
-                visits[-1].start = _activations(read - of_shards)
-                visits[-1].first = eqn
-    return [visit for visit in visits if visit.start]
+        walk.add(eqn)
+    for before, visit, inner in zip(
+        [None, *walk.visits], walk.visits, walk.visits[1:], strict=False
+    ):
+        # A unit that enters another one first begins with it, and its weights are
+        # gathered once the visit before has computed.
+        if not visit.start and inner.unit.startswith(f"{visit.unit}."):
+            visit.start = (before.end if before else ()) or inner.start
+            visit.reach = visit.index - 1
+    return [visit for visit in walk.visits if visit.start]
+
+
+# A unit begins with the operand that depends on most of the visits before it. This need
+# not be the first that it reads: the blocks of a diffusion transformer first multiply
+# their weights with the time step's embedding, which is there from the beginning.
+class _Walk:
+    """Finds the visits of units; each is looked at until the next one gathers.
+
+    Attributes:
+      visits: Visits in the order of the program.
+    """
+
+    def __init__(self, of_shards: set[Any]) -> None:
+        self.visits: list[_Visit] = []
+        self._of_shards = of_shards
+        # Variable that depends on weights alone -> the last visit that gathered some.
+        self._weights: dict[Any, int] = {}
+        # Any other variable -> the last visit that it depends on.
+        self._reach: dict[Any, int] = {}
+        self._reduced: set[Any] = set()
+
+    def add(self, eqn: Any) -> None:
+        read = [v for v in eqn.invars if _is_var(v)]
+        if (unit := _unit_of(eqn)) and _is_gather(eqn, self._of_shards):
+            self._gather(unit, eqn)
+        elif eqn.primitive.name == "optimization_barrier":
+            self._barrier(eqn, read)
+        elif all(v in self._of_shards for v in read):
+            if (visit := self._last_gathered(read)) >= 0:
+                self._weights.update(dict.fromkeys(eqn.outvars, visit))
+        else:
+            self._compute(eqn, unit, read)
+
+    def _gather(self, unit: str, eqn: Any) -> None:
+        last = self.visits[-1] if self.visits else None
+        if last is None or last.first is not None or last.unit != unit:
+            last = _Visit(unit, len(self.visits))
+            self.visits.append(last)
+        last.gathers.append(eqn)
+        self._weights.update(dict.fromkeys(eqn.outvars, last.index))
+
+    def _barrier(self, eqn: Any, read: Sequence[Any]) -> None:
+        reach = max((self._reach.get(v, -1) for v in read), default=-1)
+        for v, out in zip(eqn.invars, eqn.outvars, strict=True):
+            if v in self._of_shards:
+                self._weights[out] = self._weights.get(v, -1)
+            else:
+                self._reach[out] = reach
+
+    def _last_gathered(self, read: Sequence[Any]) -> int:
+        return max((self._weights.get(v, -1) for v in read), default=-1)
+
+    def _compute(self, eqn: Any, unit: str | None, read: Sequence[Any]) -> None:
+        given = {v: self._reach.get(v, -1) for v in read if v not in self._of_shards}
+        gathered = self._last_gathered(read)
+        reach = max(gathered, *given.values())
+        self._reach.update(dict.fromkeys(eqn.outvars, reach))
+        if _is_reduction(eqn) or not self._reduced.isdisjoint(read):
+            self._reduced.update(eqn.outvars)
+        elif self.visits and reach == self.visits[-1].index:
+            visit = self.visits[-1]
+            if gathered == reach or unit == visit.unit:
+                _note_start(visit, eqn, given)
+            if unit == visit.unit:
+                visit.end = _activations(eqn.outvars) or visit.end
+
+
+def _note_start(visit: _Visit, eqn: Any, given: Mapping[Any, int]) -> None:
+    """Lets a visit begin with an operand of `eqn` that depends on more visits."""
+    reach = max((at for at in given.values() if at < visit.index), default=-2)
+    start = _activations(v for v, at in given.items() if at == reach)
+    if start and reach > visit.reach:
+        visit.start, visit.first, visit.reach = start, eqn, reach
 
 
 def _is_gather(eqn: Any, of_shards: set[Any]) -> bool:
@@ -260,7 +337,7 @@ def _ordered(
       waits: Variables that a gather, or the cast before it, waits for, by its name.
       env: Filled with what stands for the variables that units begin with.
     """
-    begins = {_name(visit.first): visit.start for visit in visits}
+    begins = {_name(visit.first): visit.start for visit in visits if visit.first}
     unit, groups = None, [[], []]  # Results of reductions, unit by unit.
     for eqn in eqns:
         eqn = _with_operands(eqn, env)
@@ -310,12 +387,20 @@ def _waits_of_gathers(
     """
     waits: dict[Any, tuple[Any, ...]] = {}
     for i, visit in enumerate(visits):
-        start = visits[i - prefetch].start if i >= prefetch else ()
+        start = _started(visits, i - prefetch) if i >= prefetch else ()
         before = visits[i - 1].gathers if i else ()
         gathered = tuple(v for eqn in before for v in eqn.outvars)
         for eqn in visit.gathers:
             waits[casts.get(_name(eqn), _name(eqn))] = start + gathered
     return waits
+
+
+def _started(visits: Sequence[_Visit], i: int) -> tuple[Any, ...]:
+    """Returns variables that are there once unit `i`, and none before, computes."""
+    # A unit that does not follow on the one before, such as the first one of a second
+    # encoder, could begin while that one still computes.
+    before = visits[i - 1].end if i and not visits[i].is_next else ()
+    return visits[i].start + before
 
 
 def _is_reduction(eqn: Any) -> bool:

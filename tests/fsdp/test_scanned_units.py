@@ -232,6 +232,21 @@ def in_an_inner_loop(model, x):
     return jax.lax.scan(run, x, model["layers"])[0]
 
 
+def by_index(model, x):
+    unit = fsdp.unit(feed_forward)
+
+    def run(x, i):
+        return unit(jax.tree.map(lambda w: w[i], model["layers"]), x), None
+
+    return jax.lax.scan(run, x, jnp.arange(UNITS))[0]
+
+
+def of_a_part(model, x):
+    unit = fsdp.unit(feed_forward)
+    first = jax.tree.map(lambda w: w[:2], model["layers"])
+    return jax.lax.scan(lambda x, weights: (unit(weights, x), None), x, first)[0]
+
+
 def printing(run):
     def printed(x, given):
         jax.debug.print("{}", x[0, 0])
@@ -249,6 +264,8 @@ LEFT = {
         "reshard_after_forward=False",
     ),
     "an inner loop": (tree_form(in_an_inner_loop), {}, "'scan'"),
+    "by an index": (tree_form(by_index), {}, "xs"),
+    "a part of the stack": (tree_form(of_a_part), {}, "xs"),
 }
 
 

@@ -88,7 +88,7 @@ FORMS = {
 
 
 def planned(form, **options):
-    make_model, units, loss = FORMS[form]
+    make_model, units, loss = (FORMS | IN_NO_CHAIN)[form]
     config = fsdp.FSDPConfig(**options)
     plan = fsdp.fully_shard(make_model, fsdp.make_mesh(), units=units, config=config)
     return plan, loss
@@ -286,3 +286,113 @@ def test_evaluation_gathers_one_unit_ahead_too():
 def test_a_negative_number_is_refused():
     with pytest.raises(ValueError, match=facts("prefetch", -1)):
         fsdp.FSDPConfig(prefetch=-1)
+
+
+class Conditioned(nnx.Module):
+    """A block of a diffusion transformer: it reads the embedding of the time first."""
+
+    def __init__(self, rngs):
+        self.scale = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.block = NnxBlock(rngs)
+
+    def __call__(self, x, time):
+        return x + self.scale(time) * self.block(x)
+
+
+class DiffusionModel(nnx.Module):
+    def __init__(self, rngs):
+        self.time = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Conditioned(rngs) for _ in range(UNITS)])
+
+    def __call__(self, x):
+        time = self.time(x)
+        for layer in self.layers:
+            x = layer(x, time)
+        return x
+
+
+class Outer(nnx.Module):
+    """A unit that enters one within it before it computes itself."""
+
+    def __init__(self, rngs):
+        self.inner = NnxBlock(rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.inner(x))
+
+
+class NestedModel(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Outer(rngs) for _ in range(UNITS)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TwoTowers(nnx.Module):
+    def __init__(self, rngs):
+        self.text = nnx.List([NnxBlock(rngs) for _ in range(UNITS)])
+        self.image = nnx.List([NnxBlock(rngs) for _ in range(UNITS)])
+
+    def __call__(self, x):
+        y = x[::-1]
+        for block in self.text:
+            x = block(x)
+        for block in self.image:
+            y = block(y)
+        return x * y
+
+
+IN_NO_CHAIN = {
+    "conditioned": (
+        lambda key: DiffusionModel(nnx.Rngs(key)),
+        [Conditioned],
+        squared,
+    ),
+    "nested": (lambda key: NestedModel(nnx.Rngs(key)), [Outer, NnxBlock], squared),
+    "two towers": (lambda key: TwoTowers(nnx.Rngs(key)), [NnxBlock], squared),
+}
+
+
+def waited_for(program, gathers):
+    """Units whose products a unit's gathers wait for."""
+    products = {i: program.units[i] for i in program.of("dot_general")}
+    before = frozenset().union(*(program.before[gather] for gather in gathers))
+    return {products[i] for i in before if i in products}
+
+
+def test_a_unit_that_first_reads_an_early_array_waits_for_the_unit_before_the_last():
+    program = step_of("conditioned")
+    check_forward(program, visits(program)[:UNITS])
+
+
+def test_a_unit_that_begins_with_one_within_it_is_gathered_one_block_ahead():
+    program = step_of("nested")
+    order = visits(program)[: 2 * UNITS]
+    names = [f"layers.{i // 2}{'.inner' * (i % 2)}" for i in range(2 * UNITS)]
+    assert [unit for unit, _ in order] == names
+    for i, (_, gathers) in enumerate(order):
+        block = i // 2
+        waited = waited_for(program, gathers)
+        # The outer one while the block before computes, the inner one behind its inner.
+        assert (f"layers.{block - 2}" in waited) == (block > 1)
+        assert (f"layers.{block - 1}.inner" in waited) == (i % 2 == 1 and block > 0)
+        assert f"layers.{block - 1}" not in waited
+
+
+def test_the_second_tower_waits_until_the_first_has_computed():
+    program = step_of("two towers")
+    order = visits(program)[: 2 * UNITS]
+    last, (_, second) = f"text.{UNITS - 1}", order[UNITS + 1]
+    assert order[UNITS + 1][0] == "image.1"
+    assert last in waited_for(program, second)
+    assert last not in waited_for(program, order[UNITS][1])
+
+
+@pytest.mark.usefixtures("fusion_emitters")
+def test_the_order_of_units_within_units_changes_no_bit():
+    left, ordered = trained("nested", prefetch=0), trained("nested", prefetch=1)
+    jax.tree.map(np.testing.assert_array_equal, left, ordered)
