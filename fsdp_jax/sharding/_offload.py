@@ -25,13 +25,13 @@ class OffloadPolicy:
 
     Args:
       optimizer: Offload the optimizer state.
-      optimizer_fraction: Largest fraction of the optimizer state's bytes to offload,
-        above 0 and at most 1. Arrays are taken in the order of the state, first moments
-        before second ones, each that still fits.
       params: Offload the main weights. The shards that units gather, in the compute
         dtype or quantized, are made of them when a step begins and stay on the device
         until they are gathered last, so this pays where that dtype is narrower.
       min_elements: Number of elements below which an array stays in device memory.
+      optimizer_fraction: Largest fraction of the bytes of the optimizer state's large
+        arrays to offload, above 0 and at most 1. They are taken in the order of the
+        state, first moments before second ones, each that still fits.
 
     Raises:
       ValueError: If neither `optimizer` nor `params` is set, or `optimizer_fraction` is
