@@ -1,7 +1,7 @@
 """Saves a BERT and a T5 of Megatron-Core as `torch_dist`, for `encoders.tar.xz`.
 
-Megatron's own `BertModel` and `T5Model`, two layers each, local layer specs, one process
-on a CPU, float32. `encoder_tensors` says what each parameter holds, by its name.
+Megatron's own `BertModel` and `T5Model`, two layers each, local layer specs, one
+process on a CPU, float32. `encoder_tensors` says what each parameter holds.
 
     pip download --no-deps megatron-core==0.16.1 && unzip megatron_core-*.whl -d mcore
     PYTHONPATH=.:tests:tests/bridge:tests/golden:mcore python \
