@@ -8,6 +8,7 @@ _INPUT_NORM = re.compile(r"\bself_attention\.linear_qkv\.layer_norm_(\w+)$")
 _MLP_NORM = re.compile(r"\bmlp\.linear_fc1\.layer_norm_(\w+)$")
 _EXPERTS_NORM = re.compile(r"\bpre_mlp_layernorm\.(\w+)$")
 _LATENT_NORM = re.compile(r"\b(self_attention)\.(q|kv)_layernorm\.(\w+)$")
+_LAYER = re.compile(r"^.*?\blayers\.\d+\.")
 _EXPERT = re.compile(r"\bmlp\.experts\.(\d+)\.(linear_fc[12])\.(\w+)$")
 
 
@@ -26,6 +27,8 @@ def in_torch_dist(name: str, names: Collection[str], args: Mapping[str, Any]) ->
     """
     if uses_transformer_engine(args):
         return _fused_latent_norm(name, names)
+    if _is_latent(name, names):  # whose local layers have no mapping of names
+        return _MLP_NORM.sub(r"pre_mlp_layernorm.\1", name)
     return _EXPERTS_NORM.sub(r"mlp.linear_fc1.layer_norm_\1", name)
 
 
@@ -45,6 +48,14 @@ def in_module(name: str, names: Collection[str], args: Mapping[str, Any]) -> str
     if args.get("moe_grouped_gemm"):
         return _EXPERT.sub(r"mlp.experts.\2.\3\1", name)
     return _EXPERT.sub(r"mlp.experts.local_experts.\1.\2.\3", name)
+
+
+def _is_latent(name: str, names: Collection[str]) -> bool:
+    """Returns whether a tensor belongs to a layer with latent attention."""
+    layer = _LAYER.match(name)
+    return bool(
+        layer and f"{layer[0]}self_attention.linear_kv_down_proj.weight" in names
+    )
 
 
 def _fused_latent_norm(name: str, names: Collection[str]) -> str:

@@ -153,6 +153,9 @@ def _mapping(
         source = tuple(re.sub(r"\{(\w+)\}", rf"{{\1{end}}}", s) for s in rule.sources)
         texts = (rule.layout,) if isinstance(rule.layout, str) else rule.layout
         layout = tuple(re.sub(r"\b([a-z]\w*)", rf"\1{end}", text) for text in texts)
-        renamed.append(dataclasses.replace(rule, source=source, layout=layout))
+        repeat = rule.repeat and f"{rule.repeat}{end}"
+        renamed.append(
+            dataclasses.replace(rule, source=source, layout=layout, repeat=repeat)
+        )
         all_sizes |= {name + end: size for name, size in found.items()}
     return WeightMapping(tuple(renamed), all_sizes, tuple(spare))

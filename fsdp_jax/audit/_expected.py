@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 
 from fsdp_jax.hlo._program import Dims
-from fsdp_jax.sharding._float8_gather import MXFP8Gather, num_blocks
+from fsdp_jax.sharding._float8_gather import Float8Gather
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
+from fsdp_jax.sharding._param_gather import needs_largest
 from fsdp_jax.sharding._plan import ParamPlan, Plan
-from fsdp_jax.step._param_layout import is_float8
 
 _HLO_DTYPES = {
     "bfloat16": "bf16",
@@ -87,9 +86,7 @@ def _expected_of(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
     places = param.placements
     dtype = "u8" if param.gather else hlo_dtype(param.precision.param)
     enters = tuple(a for a in places.optimizer if a not in places.parameter)
-    # MXFP8 gathers block scales beside the values.
-    in_blocks = isinstance(param.gather, MXFP8Gather)
-    for view in (lambda dims: dims, partial(_scales, param))[: 2 if in_blocks else 1]:
+    for view in _views(plan, param):
         if places.parameter:
             yield ExpectedCollective(
                 param,
@@ -116,16 +113,22 @@ def _expected_of(plan: Plan, param: ParamPlan) -> Iterator[ExpectedCollective]:
         yield from _reductions(plan, param)
 
 
-def _scales(param: ParamPlan, dims: Dims) -> Dims:
-    """Returns the dims of the block scales of a shard with dims `dims`."""
-    scales = list(dims)
-    scales[param.block_dim] = num_blocks(dims[param.block_dim])
-    return tuple(scales)
+def _views(plan: Plan, param: ParamPlan) -> list[Callable[[Dims], Dims]]:
+    """Returns functions from the dims of a shard to those of what is communicated.
+
+    Formats in blocks gather scales beside the values.
+    """
+    if param.gather is None:
+        return [lambda dims: dims]
+    count = 1 if isinstance(param.gather, Float8Gather) else 2
+    return [
+        lambda dims, at=at: plan.quantized_dims(param, dims)[at] for at in range(count)
+    ]
 
 
 def _largest(plan: Plan) -> Iterator[ExpectedCollective]:
     """Yields the all-reduces of the float8 amaxes, concatenated over all tensors."""
-    scaled = [param for param in plan.param_plans if is_float8(param)]
+    scaled = [param for param in plan.param_plans if needs_largest(param.gather)]
     for axes in dict.fromkeys(param.placements.optimizer for param in scaled):
         own = [param for param in scaled if param.placements.optimizer == axes]
         stacks = [

@@ -8,7 +8,7 @@ from typing import Literal
 
 import fsdp_jax as fsdp
 
-ParamGather = Literal["param_dtype", "float8", "mxfp8"]
+ParamGather = Literal["param_dtype", "float8", "mxfp8", "block_float8", "nvfp4"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 Products = Literal["param_dtype", "float8"]
 OffloadTo = Literal["optimizer", "all"]
@@ -17,6 +17,8 @@ _GATHERS = {
     "param_dtype": None,
     "float8": fsdp.sharding.Float8Gather(),
     "mxfp8": fsdp.sharding.MXFP8Gather(),
+    "block_float8": fsdp.sharding.BlockFloat8Gather(),
+    "nvfp4": fsdp.sharding.NVFP4Gather(),
 }
 _OFFLOADS = {
     None: None,

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ def layer_wise(
     plan: Plan,
     matrix_tx: optax.GradientTransformation,
     rest_tx: optax.GradientTransformation,
-    matrices: Sequence[str],
+    matrices: Sequence[str] | Mapping[str, int],
 ) -> optax.GradientTransformation:
     """Updates some parameters matrix by matrix, each matrix unsharded on one device.
 
@@ -63,7 +64,10 @@ def layer_wise(
         stack are zeros, so that the devices divide it.
       rest_tx: Transformation for all other parameters, e.g. `optax.adamw(lr)`.
       matrices: Path patterns of parameters that are matrices, stacks of matrices, or
-        experts with one matrix each.
+        experts with one matrix each. For kernels of more dims a mapping from pattern to
+        the number of leading dims that are a matrix's rows, the others being its
+        columns: `{"*.q_proj.kernel": 1}` for `[embed, heads, head_dim]`,
+        `{"*.o_proj.kernel": 2}` for `[heads, head_dim, embed]`.
 
     Returns:
       A transformation for `init` and `make_train_step` of this plan.
@@ -73,11 +77,17 @@ def layer_wise(
         matrix.
 
     Source: Megatron-LM `layer_wise_optimizer.py` (there whole parameters are assigned
-      to ranks by compute; here matrices of one shape are distributed evenly).
+      to ranks by compute; here matrices of one shape are distributed evenly) and
+      `muon.py::TensorParallelMuon` with `split_qkv` and its mode `duplicated`: what it
+      computes on each rank of tp, one device computes here.
     """
     chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
     _check(plan, chosen, matrices)
-    layouts = _layouts(plan, chosen)
+    shapes = {param.name: param.shape for param in chosen}
+    layouts = _layouts(
+        [_member(plan, param, _num_row_dims(param, matrices)) for param in chosen],
+        plan,
+    )
 
     def split(tree: PyTree) -> tuple[Matrices, PyTree]:
         """Returns the stacks of matrices, and the tree without them."""
@@ -90,7 +100,8 @@ def layer_wise(
     def join(stacks: Any, rest: PyTree) -> PyTree:
         leaves = dict(zip(_names(plan), plan.treedef.flatten_up_to(rest), strict=True))
         for name, layout in layouts.items():
-            leaves |= _unstacked(layout, stacks[name])
+            parts = _unstacked(layout, stacks[name])
+            leaves |= {n: part.reshape(shapes[n]) for n, part in parts.items()}
         return plan.treedef.unflatten(leaves.values())
 
     def init(params):
@@ -110,13 +121,12 @@ def layer_wise(
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _layouts(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, StackLayout]:
+def _layouts(chosen: Sequence[Member], plan: Plan) -> dict[str, StackLayout]:
     """Returns name of a stack -> its layout, one for each matrix shape and split."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
-    for param in chosen:
-        member = _member(param)
+    for member in chosen:
         lead = sum(member.split[:-2], ())
-        groups.setdefault((param.shape[-2:], lead, member.split[-2:]), []).append(
+        groups.setdefault((member.shape[-2:], lead, member.split[-2:]), []).append(
             member
         )
     titles = collections.Counter(_title(*key) for key in groups)
@@ -128,11 +138,22 @@ def _layouts(plan: Plan, chosen: Sequence[ParamPlan]) -> dict[str, StackLayout]:
     }
 
 
-def _member(param: ParamPlan) -> Member:
+def _member(plan: Plan, param: ParamPlan, num_row_dims: int) -> Member:
     spec = param.spec_with_tp(param.placements.optimizer)
     entries = [*spec, *[None] * (len(param.shape) - len(spec))]
     split = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
-    return Member(param.name, param.shape, param.padded_shape, tuple(split))
+    lead = param.num_stacked + _counts_experts(plan, param)
+
+    def merged(per_dim: Sequence[Any], merge: Callable[[Any], Any]) -> tuple[Any, ...]:
+        rows = slice(lead, lead + num_row_dims)
+        return (*per_dim[:lead], merge(per_dim[rows]), merge(per_dim[rows.stop :]))
+
+    return Member(
+        param.name,
+        merged(param.shape, math.prod),
+        merged(param.padded_shape, math.prod),
+        merged(split, lambda axes: sum(axes, ())),
+    )
 
 
 def _title(
@@ -159,7 +180,8 @@ def _title(
 def _stacked(
     layout: StackLayout, leaves: Mapping[str, Array]
 ) -> Float[Array, "matrices rows cols"]:
-    pieces = [pad_to(leaves[m.name], m.padded_shape) for m in layout.members]
+    matrices = {m: leaves[m.name].reshape(m.shape) for m in layout.members}
+    pieces = [pad_to(matrix, m.padded_shape) for m, matrix in matrices.items()]
     return stack_matrices(layout, pieces)
 
 
@@ -197,29 +219,51 @@ def _names(plan: Plan) -> list[str]:
     return [param.name for param in plan.param_plans]
 
 
-def _is_chosen(param: ParamPlan, patterns: Sequence[str]) -> bool:
+def _num_row_dims(param: ParamPlan, matrices: Sequence[str] | Mapping[str, int]) -> int:
+    """Returns the number of dims that are rows, by the first pattern that matches."""
+    if not isinstance(matrices, Mapping):
+        return 1
+    return next(n for pattern, n in matrices.items() if matches(pattern, param.name))
+
+
+def _is_chosen(param: ParamPlan, patterns: Sequence[str] | Mapping[str, int]) -> bool:
     return param.is_optimized and any(
         matches(pattern, param.name) for pattern in patterns
     )
 
 
-def _check(plan: Plan, chosen: Sequence[ParamPlan], patterns: Sequence[str]) -> None:
+def _check(
+    plan: Plan,
+    chosen: Sequence[ParamPlan],
+    patterns: Sequence[str] | Mapping[str, int],
+) -> None:
     optimized = [param.name for param in plan.param_plans if param.is_optimized]
     wrong = [
         f"'{param.name}' {param.shape} is not a matrix"
         for param in chosen
-        if param.ndim_in_unit - _counts_experts(plan, param) != 2
+        if not _is_matrix(plan, param, patterns)
     ]
     wrong += [
         f"{pattern!r} matches nothing that is trained"
-        for pattern in unmatched(patterns, optimized)
+        for pattern in unmatched(tuple(patterns), optimized)
     ]
     if wrong:
+        named = patterns if isinstance(patterns, Mapping) else tuple(patterns)
         raise ValueError(
-            f"layer_wise(matrices={tuple(patterns)}): {'; '.join(wrong)}. Name "
+            f"layer_wise(matrices={named}): {'; '.join(wrong)}. Name "
             "parameters that have two dims in their unit, or two behind the one of "
-            "FSDPConfig(expert_parallel=...), and leave the others to rest_tx."
+            "FSDPConfig(expert_parallel=...), and leave the others to rest_tx. For "
+            "kernels of more dims give {pattern: number of dims that are rows}."
         )
+
+
+def _is_matrix(
+    plan: Plan, param: ParamPlan, patterns: Sequence[str] | Mapping[str, int]
+) -> bool:
+    num_dims = param.ndim_in_unit - _counts_experts(plan, param)
+    if not isinstance(patterns, Mapping):
+        return num_dims == 2
+    return 0 < _num_row_dims(param, patterns) < num_dims
 
 
 def _counts_experts(plan: Plan, param: ParamPlan) -> bool:

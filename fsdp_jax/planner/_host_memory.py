@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner.liveness._operations import Program, Value
-from fsdp_jax.sharding._offload import HOST
+from fsdp_jax.sharding._offload import HOST, optimizer_on_host, params_on_host
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._state import TrainState
 
@@ -123,18 +123,18 @@ def _name(argument: Any) -> str:
 def _split(plan: Plan, state: TrainState) -> tuple[tuple[PyTree, PyTree], ...]:
     """Returns `(params, opt_state)` on the device, and the same on the host."""
     offload = plan.config.offload
-    chosen = (offload.params, offload.optimizer) if offload else (False, False)
-    trees = list(zip((state.params, state.opt_state), chosen, strict=True))
+    trees = (
+        (state.params, params_on_host(offload, state.params)),
+        (state.opt_state, optimizer_on_host(offload, state.opt_state)),
+    )
 
-    def only(tree, is_chosen, *, on_host):
-        def keep(leaf):
-            is_there = bool(offload and is_chosen and offload.moves(leaf))
-            return leaf if is_there == on_host else None
-
-        return jax.tree.map(keep, tree)
+    def only(tree, flags, *, on_host):
+        return jax.tree.map(
+            lambda leaf, is_there: leaf if is_there == on_host else None, tree, flags
+        )
 
     here, there = (
-        tuple(only(tree, is_chosen, on_host=on_host) for tree, is_chosen in trees)
+        tuple(only(tree, flags, on_host=on_host) for tree, flags in trees)
         for on_host in (False, True)
     )
     return here, there

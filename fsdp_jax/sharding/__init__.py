@@ -2,6 +2,9 @@
 
 from fsdp_jax._tree import named_leaves as named_leaves
 from fsdp_jax.sharding._annotations import annotated_dims as annotated_dims
+from fsdp_jax.sharding._block_float8_gather import (
+    BlockFloat8Gather as BlockFloat8Gather,
+)
 from fsdp_jax.sharding._chunks import Chunk as Chunk
 from fsdp_jax.sharding._chunks import chunks as chunks
 from fsdp_jax.sharding._chunks import split_chunks as split_chunks
@@ -12,6 +15,7 @@ from fsdp_jax.sharding._float8_gather import Float8Gather as Float8Gather
 from fsdp_jax.sharding._float8_gather import MXFP8Gather as MXFP8Gather
 from fsdp_jax.sharding._fully_shard import fully_shard as fully_shard
 from fsdp_jax.sharding._mesh import make_mesh as make_mesh
+from fsdp_jax.sharding._nvfp4_gather import NVFP4Gather as NVFP4Gather
 from fsdp_jax.sharding._offload import OffloadPolicy as OffloadPolicy
 from fsdp_jax.sharding._padded import Padded as Padded
 from fsdp_jax.sharding._padded import unpack as unpack

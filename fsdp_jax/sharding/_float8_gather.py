@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -14,6 +15,9 @@ from jaxtyping import Array, Float, UInt8
 
 BLOCK = 32
 """Elements that share a scale in the microscaling formats."""
+
+LARGEST = 448.0
+"""Largest finite float8_e4m3fn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Float8Gather:
 
     def __post_init__(self):
         """Refuses a lone string, which would be iterated by letter."""
-        _check(self)
+        check_exclude(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,33 +81,36 @@ class MXFP8Gather:
 
     def __post_init__(self):
         """Refuses a lone string, which would be iterated by letter."""
-        _check(self)
-
-
-ParamGather = Float8Gather | MXFP8Gather
-"""Quantized format in which weights are gathered."""
+        check_exclude(self)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("bytes", "scale"), meta_fields=()
+    jax.tree_util.register_dataclass,
+    data_fields=("bytes", "scale", "tensor_scale"),
+    meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A quantized shard of a weight, a byte an element; the `value` of a `Shard`.
+    """A quantized shard of a weight; the `value` of a `Shard`.
 
     Attributes:
-      bytes: Bits of float8_e4m3fn, `uint8` in the shape of the shard. Integers, so that
-        every backend communicates them unchanged.
-      scale: Factor of the elements, as an E8M0 exponent, `uint8`: one a tensor,
-        `[*stacked]`, for `Float8Gather`; one a block for `MXFP8Gather`.
+      bytes: Bits of float8_e4m3fn, `uint8` in the shape of the shard; for `NVFP4Gather`
+        two elements a byte along the dim of the blocks. Integers, so that every backend
+        communicates them unchanged.
+      scale: Factor of the elements, `uint8`: an E8M0 exponent a tensor, `[*stacked]`,
+        for `Float8Gather`; one a block for `MXFP8Gather` and `BlockFloat8Gather`; bits
+        of float8_e4m3fn a block for `NVFP4Gather`.
+      tensor_scale: Factor of the blocks' scales, for `NVFP4Gather`: an E8M0 exponent a
+        tensor, `uint8` `[*stacked]`; None for all others.
     """
 
     bytes: Any
     scale: Any
+    tensor_scale: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the shard."""
+        """Shape of the bytes."""
         return self.bytes.shape
 
     @property
@@ -121,42 +128,43 @@ def encode_float8(
     nothing and bfloat16 represents the result exactly.
     """
     dims = largest.shape + (1,) * (piece.ndim - largest.ndim)
-    exponents = _exponents(largest)
-    scaled = piece.astype(jnp.float32) / _power_of_two(exponents).reshape(dims)
-    return Quantized(_bits(scaled), exponents)
+    exponent = exponents(largest)
+    scaled = piece.astype(jnp.float32) / power_of_two(exponent).reshape(dims)
+    return Quantized(float8_bits(scaled), exponent)
 
 
 def decode_float8(quantized: Quantized, dtype: DTypeLike) -> Float[Array, ...]:
     """Dequantizes one unit's slice of a weight to `dtype`."""
-    return (_numbers(quantized.bytes) * _power_of_two(quantized.scale)).astype(dtype)
+    return (float8_numbers(quantized.bytes) * power_of_two(quantized.scale)).astype(
+        dtype
+    )
 
 
 def encode_mxfp8(piece: Float[Array, ...], axis: int) -> Quantized:
     """Quantizes a shard in blocks of 32 along `axis`; the last block may be shorter."""
     piece = jnp.moveaxis(piece.astype(jnp.float32), axis, -1)
     size = piece.shape[-1]
-    blocks = _in_blocks(piece)
-    exponents = _exponents(jnp.abs(blocks).max(-1))
-    scaled = (blocks / _power_of_two(exponents)[..., None]).reshape(
-        *piece.shape[:-1], -1
-    )
-    bits = _bits(lax.slice_in_dim(scaled, 0, size, axis=-1))
-    return Quantized(jnp.moveaxis(bits, -1, axis), jnp.moveaxis(exponents, -1, axis))
+    blocks = in_blocks(piece)
+    exponent = exponents(jnp.abs(blocks).max(-1))
+    scaled = (blocks / power_of_two(exponent)[..., None]).reshape(*piece.shape[:-1], -1)
+    bits = float8_bits(lax.slice_in_dim(scaled, 0, size, axis=-1))
+    return Quantized(jnp.moveaxis(bits, -1, axis), jnp.moveaxis(exponent, -1, axis))
 
 
 def decode_mxfp8(
     quantized: Quantized, axis: int, dtype: DTypeLike
 ) -> Float[Array, ...]:
     """Dequantizes the result of `encode_mxfp8` along the same axis to `dtype`."""
-    numbers = _numbers(jnp.moveaxis(quantized.bytes, axis, -1))
+    numbers = float8_numbers(jnp.moveaxis(quantized.bytes, axis, -1))
     size = numbers.shape[-1]
-    scale = _power_of_two(jnp.moveaxis(quantized.scale, axis, -1))[..., None]
-    scaled = (_in_blocks(numbers) * scale).reshape(*numbers.shape[:-1], -1)
+    scale = power_of_two(jnp.moveaxis(quantized.scale, axis, -1))[..., None]
+    scaled = (in_blocks(numbers) * scale).reshape(*numbers.shape[:-1], -1)
     cut = lax.slice_in_dim(scaled, 0, size, axis=-1)
     return jnp.moveaxis(cut.astype(dtype), -1, axis)
 
 
-def _check(gather: ParamGather) -> None:
+def check_exclude(gather: Any) -> None:
+    """Raises if `exclude` of a format is a lone string."""
     if isinstance(gather.exclude, str):
         raise ValueError(
             f"{type(gather).__name__}(exclude={gather.exclude!r}) takes a sequence of "
@@ -164,42 +172,46 @@ def _check(gather: ParamGather) -> None:
         )
 
 
-def num_blocks(size: int) -> int:
+def num_blocks(size: int, block: int = BLOCK) -> int:
     """Returns the number of blocks of a dim of `size` elements."""
-    return -(-size // BLOCK)
+    return -(-size // block)
 
 
-def _in_blocks(x: Array) -> Array:
-    """Reshapes `[..., size]` to `[..., blocks, 32]`, with zero padding at the end."""
-    blocks = num_blocks(x.shape[-1])
-    widths = [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - x.shape[-1])]
-    return jnp.pad(x, widths).reshape(*x.shape[:-1], blocks, BLOCK)
+def in_blocks(x: Array, block: int = BLOCK) -> Array:
+    """Reshapes `[..., size]` to `[..., blocks, block]`, with zeros at the end."""
+    blocks = num_blocks(x.shape[-1], block)
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, blocks * block - x.shape[-1])]
+    return jnp.pad(x, widths).reshape(*x.shape[:-1], blocks, block)
 
 
-def _exponents(largest: Float[Array, ...]) -> UInt8[Array, ...]:
-    """Returns, as E8M0, the least power of two `s` with `largest / s <= 448`.
+def exponents(largest: Float[Array, ...], limit: float = LARGEST) -> UInt8[Array, ...]:
+    """Returns, as E8M0, the least power of two `s` with `largest / s <= limit`.
 
-    448 is the largest finite float8_e4m3fn. Infinity and NaN have the exponent 255,
-    which means NaN in E8M0 and makes the block NaN.
+    Infinity and NaN have the exponent 255, which means NaN in E8M0 and makes the block
+    NaN.
     """
     # From the bits: a floating-point logarithm is off by one for some inputs.
     bits = lax.bitcast_convert_type(largest, jnp.uint32).astype(jnp.int32)
     exponent, fraction = bits >> 23, bits & 0x7FFFFF
-    # 448 = 1.75 * 2 ** 8: a fraction above 0.75 needs the next power of two. At least
-    # 1, so that the scale is a normal float32.
-    scale = exponent - 8 + (fraction > 0x600000)
+    # limit = significand * 2 ** power: a larger significand needs the next power of
+    # two. At least 1, so that the scale is a normal float32.
+    half, above = math.frexp(limit)
+    scale = exponent - (above - 1) + (fraction > int((2 * half - 1) * 2**23))
     return jnp.where(exponent == 255, 255, jnp.maximum(scale, 1)).astype(jnp.uint8)
 
 
-def _power_of_two(exponents: UInt8[Array, ...]) -> Float[Array, ...]:
-    bits = exponents.astype(jnp.uint32) << 23
+def power_of_two(exponent: UInt8[Array, ...]) -> Float[Array, ...]:
+    """Returns the numbers of E8M0 exponents, float32."""
+    bits = exponent.astype(jnp.uint32) << 23
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _bits(scaled: Float[Array, ...]) -> UInt8[Array, ...]:
+def float8_bits(scaled: Float[Array, ...]) -> UInt8[Array, ...]:
+    """Rounds to float8_e4m3fn, to nearest, and returns the bits."""
     return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
-def _numbers(bits: UInt8[Array, ...]) -> Float[Array, ...]:
+def float8_numbers(bits: UInt8[Array, ...]) -> Float[Array, ...]:
+    """Returns the numbers of bits of float8_e4m3fn, float32."""
     numbers = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
     return numbers.astype(jnp.float32)

@@ -18,7 +18,6 @@ from fsdp_jax.sharding._config import (
     Placements,
 )
 from fsdp_jax.sharding._expert_parallel import check_experts, expert_dim, without_ep
-from fsdp_jax.sharding._float8_gather import ParamGather
 from fsdp_jax.sharding._mesh import (
     DATA_AXES,
     OUTER_AXES,
@@ -29,6 +28,7 @@ from fsdp_jax.sharding._mesh import (
 )
 from fsdp_jax.sharding._model_def import MakeModel, ModelDef, describe
 from fsdp_jax.sharding._offload import check_memory
+from fsdp_jax.sharding._param_gather import ParamGather
 from fsdp_jax.sharding._param_plan import ROOT, ParamKind, ParamPlan, UnitPolicy
 from fsdp_jax.sharding._param_split import ParamSplit
 from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack

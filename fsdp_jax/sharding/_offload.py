@@ -29,9 +29,13 @@ class OffloadPolicy:
         dtype or quantized, are made of them when a step begins and stay on the device
         until they are gathered last, so this pays where that dtype is narrower.
       min_elements: Number of elements below which an array stays in device memory.
+      optimizer_fraction: Largest fraction of the bytes of the optimizer state's large
+        arrays to offload, above 0 and at most 1. They are taken in the order of the
+        state, first moments before second ones, each that still fits.
 
     Raises:
-      ValueError: If neither `optimizer` nor `params` is set.
+      ValueError: If neither `optimizer` nor `params` is set, or `optimizer_fraction` is
+        out of range or has no effect.
 
     Examples:
       >>> config = fsdp.FSDPConfig(offload=fsdp.OffloadPolicy(min_elements=0))
@@ -40,12 +44,14 @@ class OffloadPolicy:
       >>> moments["head"].sharding.memory_kind
       'pinned_host'
 
-    Source: FSDP2 `CPUOffloadPolicy` (there gradients move too, and the CPU updates).
+    Source: FSDP2 `CPUOffloadPolicy` (there gradients move too, and the CPU updates);
+      Megatron-LM `optimizer_config.py::optimizer_offload_fraction`.
     """
 
     optimizer: bool = True
     params: bool = False
     min_elements: int = 4096
+    optimizer_fraction: float = 1.0
 
     def __post_init__(self):
         """Refuses options that offload nothing."""
@@ -53,6 +59,13 @@ class OffloadPolicy:
             raise ValueError(
                 "OffloadPolicy(optimizer=False, params=False) offloads nothing: "
                 "name one."
+            )
+        fraction = self.optimizer_fraction
+        if not 0 < fraction <= 1 or (fraction < 1 and not self.optimizer):
+            raise ValueError(
+                f"OffloadPolicy(optimizer={self.optimizer}, optimizer_fraction="
+                f"{fraction}) takes a fraction above 0 and at most 1 of an optimizer "
+                "state that is offloaded."
             )
 
     def moves(self, leaf: Any) -> bool:
@@ -80,16 +93,37 @@ def check_kinds(platform: str, kinds: Collection[str]) -> None:
         )
 
 
-def abstract_on_host(offload: OffloadPolicy, abstracts: PyTree) -> PyTree:
-    """Returns the abstract arrays, large ones with a sharding in host memory."""
+def params_on_host(offload: OffloadPolicy | None, params: PyTree) -> PyTree:
+    """Returns whether each parameter, concrete or abstract, is offloaded."""
+    return jax.tree.map(
+        lambda leaf: bool(offload and offload.params and offload.moves(leaf)), params
+    )
 
-    def to_host(leaf):
-        if not offload.moves(leaf):
+
+def optimizer_on_host(offload: OffloadPolicy | None, opt_state: PyTree) -> PyTree:
+    """Returns whether each array of an optimizer state is offloaded."""
+    leaves, treedef = jax.tree.flatten(opt_state)
+    if not (offload and offload.optimizer):
+        return treedef.unflatten([False] * len(leaves))
+    large = [leaf.size * leaf.dtype.itemsize * offload.moves(leaf) for leaf in leaves]
+    left = offload.optimizer_fraction * sum(large)
+    flags = []
+    for nbytes in large:
+        flags.append(0 < nbytes <= left)
+        left -= nbytes * flags[-1]
+    return treedef.unflatten(flags)
+
+
+def abstract_on_host(flags: PyTree, abstracts: PyTree) -> PyTree:
+    """Returns the abstract arrays, those with a flag with a sharding on the host."""
+
+    def to_host(is_there, leaf):
+        if not is_there:
             return leaf
         sharding = leaf.sharding.with_memory_kind(HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(to_host, abstracts)
+    return jax.tree.map(to_host, flags, abstracts)
 
 
 def on_device(tree: PyTree) -> PyTree:

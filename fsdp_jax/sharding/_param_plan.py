@@ -10,7 +10,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.sharding._config import Placements
-from fsdp_jax.sharding._float8_gather import ParamGather
+from fsdp_jax.sharding._param_gather import ParamGather
 from fsdp_jax.sharding._param_split import ParamSplit
 from fsdp_jax.sharding._precision import Precision
 
@@ -113,7 +113,7 @@ class ParamPlan:
 
     @property
     def block_dim(self) -> int:
-        """Dim of the MXFP8 blocks, counted from the end; not split over data axes."""
+        """Dim of the blocks, counted from the end; not split over data axes."""
         if self.split.dim != len(self.shape) - 1:
             return -1
         # The last dim is split. In step layout the one before it is the factor of tp.

@@ -15,11 +15,11 @@ from fsdp_jax._report import Grid, format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
 from fsdp_jax.sharding._annotations import ignored_line
 from fsdp_jax.sharding._config import FSDPConfig, Placements
-from fsdp_jax.sharding._float8_gather import MXFP8Gather, num_blocks
 from fsdp_jax.sharding._memory_summary import memory_summary, padding_bytes
 from fsdp_jax.sharding._mesh import BATCH_AXES, DATA_AXES, axes_in_use
 from fsdp_jax.sharding._model_def import MakeModel, ModelDef
 from fsdp_jax.sharding._padded import Padded
+from fsdp_jax.sharding._param_gather import byte_dims, scale_dims
 from fsdp_jax.sharding._param_plan import ROOT as ROOT
 from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
 from fsdp_jax.sharding._pipeline_report import pipeline_lines
@@ -223,12 +223,27 @@ class Plan:
         for param in self.param_plans:
             if param.gather:
                 axes = param.placements.parameter
-                dims = list(param.split.on_device(self.mesh, param.padded_shape, axes))
-                total += math.prod(dims)
-                if isinstance(param.gather, MXFP8Gather):
-                    dims[param.block_dim] = num_blocks(dims[param.block_dim])
-                    total += math.prod(dims)
+                dims = param.split.on_device(self.mesh, param.padded_shape, axes)
+                total += sum(map(math.prod, self.quantized_dims(param, dims)))
         return total
+
+    def quantized_dims(
+        self, param: ParamPlan, dims: tuple[int, ...]
+    ) -> list[tuple[int, ...]]:
+        """Returns the dims of a quantized array's bytes, and of its blocks' scales.
+
+        Args:
+          param: Parameter whose `gather` is set.
+          dims: Dims of the array, with or without stacked dims.
+        """
+        assert param.gather is not None
+        assert param.split.dim is not None
+        split_dim = param.split.dim - len(param.shape)
+        axes = param.placements.optimizer
+        stored = param.split.on_device(self.mesh, param.padded_shape, axes)[split_dim]
+        sizes = byte_dims(param.gather, dims, param.block_dim)
+        scales = scale_dims(param.gather, dims, param.block_dim, split_dim, stored)
+        return [sizes] if scales is None else [sizes, scales]
 
     def __repr__(self) -> str:
         """Returns the table: a line a parameter, then the mesh and bytes per device."""

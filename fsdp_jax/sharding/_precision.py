@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fsdp_jax._tree import as_patterns, matches
-from fsdp_jax.sharding._float8_gather import ParamGather
+from fsdp_jax.sharding._param_gather import ParamGather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,9 @@ class MixedPrecisionPolicy:
       param_name_patterns_in_fp32: Path patterns of parameters that are gathered and
         compute in float32 whatever `param_dtype` is: for example a router's bias, which
         moves by steps that bfloat16 would lose.
-      param_gather: Quantized format in which large matrices of units are gathered, a
-        `Float8Gather` or an `MXFP8Gather`. None: `param_dtype`.
+      param_gather: Quantized format in which large matrices of units are gathered: a
+        `Float8Gather`, `MXFP8Gather`, `BlockFloat8Gather` or `NVFP4Gather`. None:
+        `param_dtype`.
 
     Raises:
       ValueError: If a dtype is not a floating-point dtype, or an option would have no

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax._tree import matches
 from fsdp_jax.sharding._config import FSDPConfig
+from fsdp_jax.sharding._nvfp4_gather import NVFP4Gather
 from fsdp_jax.sharding._param_plan import ParamPlan
 from fsdp_jax.sharding._units import ROOT
 
@@ -24,13 +25,13 @@ def check_params(config: FSDPConfig, mesh: Mesh, params: Sequence[ParamPlan]) ->
       ValueError: If an option has no effect, or names a dim or a stack that no
         parameter has; all offenders of one kind at once.
     """
-    _check_units(config, params)
+    _check_units(mesh, config, params)
     _check_stacks(params)
     _check_dims(config, params)
     _check_tensor_parallel(mesh, params)
 
 
-def _check_units(config: FSDPConfig, params: Sequence[ParamPlan]) -> None:
+def _check_units(mesh: Mesh, config: FSDPConfig, params: Sequence[ParamPlan]) -> None:
     """Refuses options that have no parameter to apply to."""
     gather = config.mp_policy.param_gather
     is_split = any(p.placements.parameter or p.placements.optimizer for p in params)
@@ -39,6 +40,18 @@ def _check_units(config: FSDPConfig, params: Sequence[ParamPlan]) -> None:
             f"MixedPrecisionPolicy(param_gather={gather}) is for matrices of units, "
             "and none is that large and not excluded. Pass units=[LayerClass], a "
             "smaller min_elements, or drop it."
+        )
+    odd = [
+        f"'{p.name}' {p.shape}"
+        for p in params
+        if isinstance(p.gather, NVFP4Gather)
+        and p.split.on_device(mesh, p.padded_shape, ())[p.block_dim] % 2
+    ]
+    if odd:
+        raise ValueError(
+            f"NVFP4Gather packs two elements a byte along a dim that data axes do not "
+            f"split, and it is odd on a device for {', '.join(odd)}. Exclude these, or "
+            "take MXFP8Gather."
         )
     if config.remat_policy is not None and all(p.unit == ROOT for p in params):
         raise ValueError(

@@ -35,12 +35,17 @@ from fsdp_jax._scopes import (
     traced_as,
 )
 from fsdp_jax._tp_shards import on_tp_shards
+from fsdp_jax.sharding._block_float8_gather import (
+    BlockFloat8Gather,
+    decode_block_float8,
+)
 from fsdp_jax.sharding._float8_gather import (
-    MXFP8Gather,
+    Float8Gather,
     Quantized,
     decode_float8,
     decode_mxfp8,
 )
+from fsdp_jax.sharding._nvfp4_gather import NVFP4Gather, decode_nvfp4
 from fsdp_jax.sharding._plan import ParamPlan
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._shard import GradReduction, Shard
@@ -201,9 +206,11 @@ def all_gather(param: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
     """All-gathers the split dim of an array, or of a `Quantized` and its scales."""
     if isinstance(value, Quantized):
         scale = value.scale
-        if isinstance(param.gather, MXFP8Gather):  # Float8Gather: agreed on.
+        if not isinstance(param.gather, Float8Gather):  # Whose scale is agreed on.
             scale = all_gather(param, scale, axes)
-        return Quantized(all_gather(param, value.bytes, axes), scale)
+        return Quantized(
+            all_gather(param, value.bytes, axes), scale, value.tensor_scale
+        )
     dim = _split_dim(param, value)
 
     def gather(piece):
@@ -217,11 +224,27 @@ def _decode(param: ParamPlan, quantized: Quantized) -> Array:
     """Dequantizes a gathered weight to its compute dtype."""
     dtype = param.precision.param
     with jax.named_scope("decode"):
-        if not isinstance(param.gather, MXFP8Gather):
+        if isinstance(param.gather, Float8Gather):
             return decode_float8(quantized, dtype)
-        return at_tp_width(
-            param, lambda e: decode_mxfp8(e, param.block_dim, dtype), quantized
-        )
+        blocks, axis = Quantized(quantized.bytes, quantized.scale), param.block_dim
+        if isinstance(param.gather, NVFP4Gather):
+            return at_tp_width(
+                param,
+                lambda e, tensor: decode_nvfp4(e, tensor, axis, dtype),
+                *(blocks, quantized.tensor_scale),
+            )
+        if isinstance(param.gather, BlockFloat8Gather):
+            dims, pieces = tile_dims(param), lax.axis_size(param.placements.optimizer)
+            return at_tp_width(
+                param, lambda e: decode_block_float8(e, dims, pieces, dtype), blocks
+            )
+        return at_tp_width(param, lambda e: decode_mxfp8(e, axis, dtype), blocks)
+
+
+def tile_dims(param: ParamPlan) -> tuple[int, int]:
+    """Returns the dims of a `BlockFloat8Gather`'s blocks, counted from the end."""
+    assert param.split.dim is not None
+    return param.split.dim - len(param.shape), param.block_dim
 
 
 def _all_reduce(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Array:
@@ -250,15 +273,20 @@ def _reduce_scatter(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Arr
         return at_tp_width(param, reduce, grad.astype(param.precision.grad_comm))
 
 
-def at_tp_width(param: ParamPlan, collective: Callable[[Any], Any], x: Any) -> Any:
-    """Runs a collective over data axes on this rank's `tp` shard of a parameter."""
+def at_tp_width(
+    param: ParamPlan, collective: Callable[..., Any], x: Any, *others: Any
+) -> Any:
+    """Runs a collective over data axes on this rank's `tp` shard of a parameter.
+
+    All ranks of `tp` have the same `others`.
+    """
     if not param.is_under_tp:
-        return collective(x)
+        return collective(x, *others)
     dim = param.split.tensor_dim
     if dim is not None:
         # `tensor_dim` counts stacked dims, which a unit's slice does not have.
         dim -= len(param.shape) - x.ndim
-    return on_tp_shards(collective, x, dim)
+    return on_tp_shards(collective, x, dim, *others)
 
 
 def _with_factored_dim(param: ParamPlan, x: Array, *sizes: int) -> Array:

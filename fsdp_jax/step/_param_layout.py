@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -11,15 +12,24 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fsdp_jax._scopes import GATHER_FOR_STEP
+from fsdp_jax.sharding._block_float8_gather import (
+    BlockFloat8Gather,
+    encode_block_float8,
+)
 from fsdp_jax.sharding._float8_gather import (
-    Float8Gather,
     MXFP8Gather,
     Quantized,
     encode_float8,
     encode_mxfp8,
 )
+from fsdp_jax.sharding._nvfp4_gather import (
+    NVFP4Gather,
+    encode_nvfp4,
+    tensor_exponents,
+)
+from fsdp_jax.sharding._param_gather import needs_largest
 from fsdp_jax.sharding._plan import ParamPlan
-from fsdp_jax.step._collectives import all_gather, at_tp_width
+from fsdp_jax.step._collectives import all_gather, at_tp_width, tile_dims
 
 
 def gather_for_step(
@@ -41,16 +51,11 @@ def gather_for_step(
     """
     pairs = list(zip(params, values, strict=True))
     with jax.named_scope(GATHER_FOR_STEP):
-        largest = _agreed([pair for pair in pairs if is_float8(pair[0])])
+        largest = _agreed([pair for pair in pairs if needs_largest(pair[0].gather)])
         return [
             _gathered_for_step(param, value, largest.get(param.name))
             for param, value in pairs
         ]
-
-
-def is_float8(param: ParamPlan) -> bool:
-    """Returns whether ranks have to agree on a scale for a parameter."""
-    return isinstance(param.gather, Float8Gather)
 
 
 def _gathered_for_step(
@@ -60,13 +65,26 @@ def _gathered_for_step(
     axes = tuple(a for a in placements.optimizer if a not in placements.parameter)
     # Quantized or cast before the all-gather, to communicate fewer bytes.
     entered: Array | Quantized = value
-    if isinstance(param.gather, MXFP8Gather):
-        entered = at_tp_width(param, lambda v: encode_mxfp8(v, param.block_dim), value)
-    elif largest is not None:
-        entered = encode_float8(value, largest)
+    if param.gather is not None:
+        entered = _quantized(param, value, largest)
     elif axes:
         entered = value.astype(param.precision.param)
     return all_gather(param, entered, axes) if axes else entered
+
+
+def _quantized(param: ParamPlan, value: Array, largest: Array | None) -> Quantized:
+    if isinstance(param.gather, MXFP8Gather):
+        return at_tp_width(param, lambda v: encode_mxfp8(v, param.block_dim), value)
+    if isinstance(param.gather, BlockFloat8Gather):
+        dims = tile_dims(param)
+        return at_tp_width(param, lambda v: encode_block_float8(v, dims), value)
+    assert largest is not None
+    if not isinstance(param.gather, NVFP4Gather):
+        return encode_float8(value, largest)
+    encoded = at_tp_width(
+        param, lambda v, size: encode_nvfp4(v, size, param.block_dim), value, largest
+    )
+    return dataclasses.replace(encoded, tensor_scale=tensor_exponents(largest))
 
 
 def _agreed(pairs: Sequence[tuple[ParamPlan, Array]]) -> dict[str, Array]:

@@ -15,7 +15,11 @@ from jaxtyping import Array, Int, Key
 from fsdp_jax._tree import PyTree
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._attributes import trace_model
-from fsdp_jax.sharding._offload import abstract_on_host
+from fsdp_jax.sharding._offload import (
+    abstract_on_host,
+    optimizer_on_host,
+    params_on_host,
+)
 from fsdp_jax.sharding._padded import Padded, pack, unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._loss_scale import LossScale, ScaleState
@@ -221,17 +225,11 @@ def abstract_state(
     def scalar(dtype) -> Any:
         return jax.ShapeDtypeStruct((), dtype, sharding=replicated)
 
-    def stored(abstracts, is_offloaded):
-        return (
-            abstract_on_host(offload, abstracts)
-            if offload and is_offloaded
-            else abstracts
-        )
-
+    params, opt_state = plan.packed_params, abstract_opt_state(plan, tx)
     return TrainState(
         step=scalar(jnp.int32),
-        params=stored(plan.packed_params, offload and offload.params),
-        opt_state=stored(abstract_opt_state(plan, tx), offload and offload.optimizer),
+        params=abstract_on_host(params_on_host(offload, params), params),
+        opt_state=abstract_on_host(optimizer_on_host(offload, opt_state), opt_state),
         model_state=plan.model_state,
         key=scalar(key.dtype),
         num_skipped=scalar(jnp.int32),

@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.sharding._offload import OffloadPolicy
+from fsdp_jax.sharding._offload import (
+    OffloadPolicy,
+    optimizer_on_host,
+    params_on_host,
+)
 from fsdp_jax.sharding._padded import pack, unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._host_streaming import stream
@@ -100,12 +104,9 @@ def unless(is_bad: Any, old: PyTree, new: PyTree) -> PyTree:
 def _streamed(update: Update, offload: OffloadPolicy, abstract: TrainState) -> Update:
     """Wraps the update of a state that is partly stored on the host."""
     abstracts = (abstract.params, abstract.opt_state)
-    chosen = (offload.params, offload.optimizer)
-    flags = tuple(
-        jax.tree.map(
-            lambda leaf, is_chosen=is_chosen: is_chosen and offload.moves(leaf), m
-        )
-        for m, is_chosen in zip(abstracts, chosen, strict=True)
+    flags = (
+        params_on_host(offload, abstract.params),
+        optimizer_on_host(offload, abstract.opt_state),
     )
 
     def streamed(params, opt_state, *others):

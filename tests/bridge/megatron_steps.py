@@ -14,6 +14,12 @@ ADAM = {
     "weight_decay": 0.1,
 }
 
+MUON_VARIANT = "gpt2-untied"
+"""A model whose matrices are those of Megatron: no gate beside the up projection."""
+
+MUON = {"momentum": 0.95, "nesterov": True, "scale": 0.2}
+"""Of updates scaled by the root of the longer side, as Adam's are in size."""
+
 
 def summary(tensor: np.ndarray) -> list[float]:
     """Norm of a tensor, and its product with a fixed vector: two tensors that agree in

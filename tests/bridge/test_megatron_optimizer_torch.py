@@ -108,6 +108,9 @@ def test_torch_loads_legacy_optimizers_without_running_pickles(run, tmp_path, fo
                 moments = tree["optimizer"]["state"]
                 assert sorted(moments) == list(range(len(moments)))
                 assert {float(each["step"]) for each in moments.values()} == {2.0}
+                # torch's Adam adds to each in place.
+                steps = {each["step"].data_ptr() for each in moments.values()}
+                assert len(steps) == len(moments)
                 masters = sum(tree["fp32_from_fp16_params"], [])
                 for number, master in enumerate(masters):
                     assert moments[number]["exp_avg"].shape == master.shape

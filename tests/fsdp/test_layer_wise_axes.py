@@ -141,6 +141,68 @@ def check(got, want):
         np.testing.assert_allclose(value, want[name], atol=scale, err_msg=name)
 
 
+KERNELS = {
+    "q": (LAYERS, 16, 4, 6),  # [embed, heads, head_dim]
+    "o": (LAYERS, 4, 6, 16),
+    "bias": (LAYERS, 16),
+}
+
+
+def kernels_of(draw):
+    return {"layers": {name: draw(shape) for name, shape in KERNELS.items()}}
+
+
+def test_kernels_of_heads_are_matrices_and_go_on_elsewhere(tmp_path):
+    random = np.random.default_rng(0)
+    grads = kernels_of(lambda s: jnp.asarray(random.normal(size=s), jnp.float32))
+    rows = {"layers.q": 1, "layers.o": 2}
+    tp = {"tensor_parallel": {"layers.q": 1, "layers.o": 0}}
+
+    def planned(num_devices, **mesh):
+        return fsdp.fully_shard(
+            lambda key: kernels_of(jnp.ones),
+            fsdp.make_mesh(devices=jax.devices()[:num_devices], **mesh),
+            [fsdp.Stacked("layers")],
+            fsdp.FSDPConfig(**(tp if mesh else {})),
+        )
+
+    def updates(plan, state=None):
+        tx = fsdp.optim.layer_wise(plan, whole_matrix(), optax.adam(1e-2), rows)
+        state = started(plan, tx) if state is None else fsdp.load(state, like(plan, tx))
+        like_state = fsdp.abstract_state(plan, tx).opt_state
+        given = trainable(plan, grads), fsdp.sharding.unpack(state.opt_state)
+        found, new = jax.jit(tx.update)(*given)
+        state = fsdp.TrainState(**{**vars(state), "opt_state": pack(new, like_state)})
+        return {n: np.asarray(x) for n, x in named_leaves(found)}, state
+
+    def like(plan, tx):
+        return fsdp.abstract_state(plan, tx)
+
+    got, state = updates(planned(8, tp=2))
+    fsdp.save(tmp_path, state)
+    again, _ = updates(planned(2), tmp_path)
+    momentum = {name: np.zeros(shape) for name, shape in KERNELS.items()}
+    for found in (got, again):
+        for name in ("q", "o"):
+            grad = np.asarray(grads["layers"][name], np.float64)
+            momentum[name] = 0.9 * momentum[name] + grad
+            m = momentum[name].reshape(LAYERS, *{"q": (16, 24), "o": (24, 16)}[name])
+            size = (m**2).sum((1, 2), keepdims=True)
+            want = m @ m.swapaxes(1, 2) @ m / (1 + size)
+            scale = RTOL * abs(want).max()
+            ours = found[f"layers.{name}"].reshape(want.shape)
+            np.testing.assert_allclose(ours, want, atol=scale, err_msg=name)
+
+
+def test_kernels_without_a_number_of_rows_are_refused():
+    plan = fsdp.fully_shard(
+        lambda key: kernels_of(jnp.ones), fsdp.make_mesh(), [fsdp.Stacked("layers")]
+    )
+    for matrices in (("layers.q",), {"layers.q": 3}, {"layers.q": 0}):
+        with pytest.raises(ValueError, match=facts("'layers.q'", "(3, 16, 4, 6)")):
+            fsdp.optim.layer_wise(plan, whole_matrix(), optax.adam(1e-2), matrices)
+
+
 def test_a_vector_for_each_expert_is_no_matrix():
     plan = fsdp.fully_shard(
         lambda key: {"gain": jnp.ones((4, 8))},

@@ -127,6 +127,20 @@ def test_what_is_large_is_stored_on_the_host_and_all_else_is_not():
     assert kinds == {"device"}
 
 
+def test_a_fraction_of_the_optimizer_state_is_stored_on_the_host():
+    half = fsdp.OffloadPolicy(min_elements=100, optimizer_fraction=0.5)
+    _, want, _ = trained(None, "float32")
+    _, got, _ = trained(half, "float32")
+    jax.tree.map(np.testing.assert_array_equal, host(got.params), host(want.params))
+    sizes = {"pinned_host": 0, "device": 0}
+    for name, leaf in fsdp.sharding.named_leaves(got.opt_state):
+        if leaf.size >= 100:
+            sizes[leaf.sharding.memory_kind] += leaf.nbytes
+            is_first = ".mu." in name
+            assert leaf.sharding.memory_kind == ("device", "pinned_host")[is_first]
+    assert sizes["pinned_host"] == sizes["device"]
+
+
 def test_a_checkpoint_knows_no_memory(tmp_path):
     case = "padded, bfloat16, microbatches"
     plan, state, _ = trained(BOTH, case)
@@ -210,6 +224,11 @@ def test_what_cannot_be_is_refused_by_name():
         ValueError, match=facts("OffloadPolicy(optimizer=False, params=False)")
     ):
         fsdp.OffloadPolicy(optimizer=False)
+    for bad in (0.0, 1.5):
+        with pytest.raises(ValueError, match=facts(f"optimizer_fraction={bad}")):
+            fsdp.OffloadPolicy(optimizer_fraction=bad)
+    with pytest.raises(ValueError, match=facts("optimizer_fraction", "0.5")):
+        fsdp.OffloadPolicy(optimizer=False, params=True, optimizer_fraction=0.5)
     with pytest.raises(
         ValueError, match=facts("FSDPConfig(offload=...)", "'pinned_host'", "'abacus'")
     ):

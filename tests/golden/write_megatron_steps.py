@@ -57,6 +57,7 @@ def make_model(variant: str) -> tuple[DistributedDataParallel, dict[str, str]]:
     config = twin_config(variant)
     theirs = make_config(to_transformer_config(config))
     theirs.moe_aux_loss_coeff = 0  # the loss is that of the tokens alone
+    theirs.attention_dropout = theirs.hidden_dropout = 0.0
     arguments = to_gpt_model(config, make_vocab_size_divisible_by=1)
     model = GPTModel(theirs, make_spec(theirs), **arguments)
     source = megatron_tensors(exact_params(config), config)

@@ -95,8 +95,10 @@ def write_legacy(
             }
             for rank, writer in files.items():
                 of_rank = {kind: found[rank] for kind, found in tensors.items()}
-                step = writer.add(step_tensor(state))
-                tree = legacy_optimizer(state, model[rank], of_rank, target.args, step)
+                tree = legacy_optimizer(
+                    *(state, model[rank], of_rank, target.args),
+                    lambda writer=writer: writer.add(step_tensor(state)),
+                )
                 optimizers[rank] = {"optimizer": tree}
         elif state is not None:
             write_distributed(directory, source, state, target, tick)

@@ -5,7 +5,7 @@ Source: Megatron-LM megatron/core/optimizer/optimizer.py
 ::Optimizer.state_dict
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bridge.formats._source import Source
@@ -49,7 +49,7 @@ def legacy_optimizer(
     model: OfRank,
     tensors: Mapping[str, OfRank],
     args: Mapping[str, Any],
-    step: Any,
+    add_step: Callable[[], Any],
 ) -> Any:
     """Returns the `optimizer` of one rank's file.
 
@@ -58,7 +58,7 @@ def legacy_optimizer(
       model: Parameters of the rank, in model order.
       tensors: State of the rank by kind, with the keys of `model`.
       args: Settings of the run.
-      step: Placeholder of the step count in the file.
+      add_step: Writes the step count to the file and returns its placeholder.
     """
     params = [key for key in model if is_parameter(key[1])]
     trees, apart = [], len(state.chains) > 1
@@ -74,7 +74,7 @@ def legacy_optimizer(
             ]
             for group in chain
         ]
-        trees.append(_tree(state, chain, members, tensors, step))
+        trees.append(_tree(state, chain, members, tensors, add_step))
     return trees[0] if len(trees) == 1 else trees
 
 
@@ -83,10 +83,9 @@ def _tree(
     chain: Sequence[ParamGroup],
     members: Sequence[Sequence[tuple[int, str]]],
     tensors: Mapping[str, OfRank],
-    step: Any,
+    add_step: Callable[[], Any],
 ) -> dict[str, Any]:
     torch_counts = counts_in_state(chain)
-    counted = {"step": step} if torch_counts else {}
     states, groups = {}, []
     for group, params in zip(chain, members, strict=True):
         numbers = list(range(len(states), len(states) + len(params)))
@@ -96,6 +95,9 @@ def _tree(
             moments = {
                 kind: tensors[kind][key][1] for kind in ("exp_avg", "exp_avg_sq")
             }
+            # A tensor for each parameter: torch's Adam adds to it in place, which would
+            # count a step several times in one that parameters share.
+            counted = {"step": add_step()} if torch_counts else {}
             states[number] = {**counted, **moments}
     tree = {"state": states, "param_groups": groups}
     if "master" not in tensors:
