@@ -77,10 +77,8 @@ def plan_decoder(
     cp = mesh.shape["cp"]
     check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
     routing = routing or Routing(router_dtype="model")
-    fsdp_config, biases = (
-        fsdp_config or fsdp.FSDPConfig(),
-        correction_bias_paths(config),
-    )
+    fsdp_config = fsdp_config or fsdp.FSDPConfig()
+    biases = correction_bias_paths(config)
     policy = dataclasses.replace(
         fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
     )
