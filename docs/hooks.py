@@ -77,7 +77,13 @@ def on_page_context(context: object, *, page: Page, **_: object) -> None:
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
-    """Says in each page's head what other sites show beside a link to it."""
+    """Says in each page's head what other sites show beside a link to it.
+
+    Below the title of a notebook stands the badge that opens it in Colab.
+    """
+    if page.file.src_uri.startswith("notebooks/") and config.repo_url:
+        badge = social_card.colab_badge(config.repo_url, page.file.src_uri)
+        output = output.replace("</h1>", f"</h1>{badge}", 1)
     name, description = config.site_name, config.site_description or ""
     title = name if page.is_homepage else f"{page.title} - {name}"
     site, url = config.site_url, page.canonical_url or ""

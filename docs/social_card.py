@@ -1,4 +1,4 @@
-"""What other sites show beside a link to a page: Open Graph's tags."""
+"""What other sites show of ours, or of a link: Open Graph tags, badges of Colab."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def pages_url(repository: str | None) -> str | None:
     """Returns where GitHub serves the pages of a repository; None for others."""
     found = re.fullmatch(r"https://github\.com/([^/]+)/([^/]+?)/?", repository or "")
     return found and f"https://{found[1].lower()}.github.io/{found[2]}/"
+
+
+def colab_badge(repository: str, notebook: str) -> str:
+    """Returns HTML of the badge that opens a notebook of a GitHub repository."""
+    name = repository.removeprefix("https://github.com/").rstrip("/")
+    colab = "https://colab.research.google.com"
+    image = f'<img src="{colab}/assets/colab-badge.svg" alt="Open in Colab">'
+    url = f"{colab}/github/{name}/blob/main/{notebook}"
+    return f'<p><a href="{url}">{image}</a></p>'

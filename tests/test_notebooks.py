@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import matplotlib.image
 import nbformat
 import numpy as np
 import pytest
+import social_card
 from run_notebooks import execute, kernel, said_on_stderr, without_waits
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
@@ -63,6 +65,19 @@ def executed(stored, manager, tmp_path_factory) -> nbformat.NotebookNode:
 def test_there_are_nine_in_order():
     numbers = [path.name.partition("_")[0] for path in sorted(FOLDER.glob("*.ipynb"))]
     assert numbers == list("123456789")
+
+
+def test_the_first_cell_installs_on_colab_an_extra_that_exists(stored):
+    first = code_cells(stored)[0]["source"]
+    assert 'if "google.colab" in sys.modules:' in first
+    extras = re.findall(r'%pip install -q "fsdp-jax(?:\[(\w+)\])?"', first)
+    pyproject = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())
+    assert {*extras} <= {"", *pyproject["project"]["optional-dependencies"]} and extras
+
+
+def test_a_badge_opens_a_notebook_of_the_repository_in_colab():
+    badge = social_card.colab_badge("https://github.com/a/b/", "notebooks/1_x.ipynb")
+    assert "colab.research.google.com/github/a/b/blob/main/notebooks/1_x.ipynb" in badge
 
 
 def test_nothing_is_written_to_stderr(executed):
