@@ -291,3 +291,16 @@ def test_the_page_on_corruption_says_what_a_replay_costs():
     assert (
         f"in 100 takes {found['of_step']['replaying']:.1%}".replace("%", " %") in text
     )
+
+
+def test_annotations_alone_are_slower_in_scans_as_said():
+    found = read("foreign")["compared"]
+    rows = {(r["model"], r["gpus"], r["order"]): r for r in read("foreign")["rows"]}
+    ratios = [
+        rows[m, 64, "annotations"]["step_ms"] / rows[m, 64, "prefetch=1"]["step_ms"]
+        for m in ("scanned", "reference")
+    ]
+    assert "take {:.1f} and {:.1f} times as long".format(*ratios) in said(BRING)
+    for one in found:
+        if "faster_than_annotations" in one and one["model"] != "scanned":
+            assert one["faster_than_annotations"] < 1
