@@ -175,7 +175,7 @@ class _Walk:
     def _barrier(self, eqn: Any, read: Sequence[Any]) -> None:
         reach = max((self._reach.get(v, -1) for v in read), default=-1)
         for v, out in zip(eqn.invars, eqn.outvars, strict=True):
-            if v in self._of_shards:
+            if _is_var(v) and v in self._of_shards:
                 self._weights[out] = self._weights.get(v, -1)
             else:
                 self._reach[out] = reach
@@ -274,7 +274,7 @@ def _origins(eqns: Sequence[Any], of_shards: set[Any]) -> dict[Any, Any]:
     for eqn in eqns:
         if eqn.primitive.name == "optimization_barrier":
             for v, out in zip(eqn.invars, eqn.outvars, strict=True):
-                origin[out] = origin.get(v, v)
+                origin[out] = origin.get(v, v) if _is_var(v) else str(v)
         elif all(v in of_shards for v in eqn.outvars):
             for i, out in enumerate(eqn.outvars):
                 origin[out] = (i, *_key(eqn, origin))

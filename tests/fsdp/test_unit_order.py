@@ -346,7 +346,17 @@ class TwoTowers(nnx.Module):
         return x * y
 
 
+def with_barriers(layer, x):
+    x, scale = jax.lax.optimization_barrier((x, 2.0))
+    return layer(x) * scale
+
+
 IN_NO_CHAIN = {
+    "a barrier around a number": (
+        lambda key: NnxModel(nnx.Rngs(key), call=with_barriers),
+        [NnxBlock],
+        squared,
+    ),
     "conditioned": (
         lambda key: DiffusionModel(nnx.Rngs(key)),
         [Conditioned],
@@ -366,6 +376,11 @@ def waited_for(program, gathers):
 
 def test_a_unit_that_first_reads_an_early_array_waits_for_the_unit_before_the_last():
     program = step_of("conditioned")
+    check_forward(program, visits(program)[:UNITS])
+
+
+def test_a_barrier_of_the_model_may_hold_a_number():
+    program = step_of("a barrier around a number")
     check_forward(program, visits(program)[:UNITS])
 
 
