@@ -9,8 +9,9 @@ added to an activation or to its gradient on one rank; a bit of any leaf on one 
 between two steps. A case counts as `without_effect` if the step makes the same state
 to the bit, `found` if the check raises, `attributed` if it names that device alone, and
 `unattributed` if it names none. Steps without a fault are checked between them:
-`false_alarms` are those that raise. A run goes on where the JSON beside it ends. `--cost` measures what the
-check adds to a step of a larger model, replayed every 100 steps, on this machine.
+`false_alarms` are those that raise. A run goes on where the JSON beside it ends.
+`--cost` measures what the check adds to a step of a larger model, replayed every 100
+steps, on this machine.
 """
 
 from __future__ import annotations
