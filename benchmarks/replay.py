@@ -82,14 +82,14 @@ def make_model(key):
 
 
 @functools.cache
-def table() -> np.ndarray:
-    """Returns the faults of activations and gradients, by case and row."""
-    found = np.zeros((CASES, ROWS, 2), np.float32)
+def tables() -> np.ndarray:
+    """Returns faults of activations and gradients, by case and row: none, and all."""
+    found = np.zeros((2, CASES, ROWS, 2), np.float32)
     for case in range(CASES):
         kind, rank, rng = drawn(case)
         size = rng.choice((-1, 1)) * 2.0 ** rng.uniform(-12, 2)
         if kind in {"activation", "gradient"}:
-            found[case, rank, FORWARD if kind == "activation" else BACKWARD] = size
+            found[1, case, rank, FORWARD if kind == "activation" else BACKWARD] = size
     return found
 
 
@@ -106,7 +106,7 @@ def replay_step(by: int, *, is_wrong: bool = False) -> ReplayStep:
 
     def loss_fn(model, batch):
         hidden = jnp.tanh(batch["x"] @ model["w"])
-        hidden = with_faults(hidden, batch, table(), is_wrong=is_wrong)
+        hidden = with_faults(hidden, batch, tables(), int(is_wrong))
         return jnp.mean((hidden @ model["v"] - 1.0) ** 2)
 
     mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))

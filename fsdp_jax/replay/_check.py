@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
@@ -222,7 +223,9 @@ class ReplayCheck:
 def _run(step: ReplayStep, state: TrainState, batch: PyTree) -> _Run:
     given = device_digests(state)
     new, metrics, events = step.recorded(state, batch)
-    recorded = Recorded(step.plan.mesh, given, events, device_digests(new))
+    sums = np.array([metrics["loss"], metrics["grad_norm"]], np.float32)
+    made = device_digests(new)
+    recorded = Recorded(step.plan.mesh, given, events, sums.view(np.uint32), made)
     return _Run(step, new, metrics, recorded)
 
 

@@ -64,12 +64,14 @@ class Recorded:
       mesh: Mesh of the run.
       given: Digests of the state that it got, computed before.
       events: Events of the run; the first is the state as the step read it.
+      sums: Bits of loss and gradient norm, which devices compute together.
       made: Digests of the state that it made.
     """
 
     mesh: Mesh
     given: DeviceDigests
     events: Events
+    sums: UInt32[np.ndarray, " sums"]
     made: DeviceDigests
 
     @property
@@ -115,6 +117,8 @@ def _moments(
     if any(other != shapes[0] for other in shapes[1:]):
         return
     yield from zip(*(in_order(run.events) for run in runs), strict=True)
+    # A wrong norm may change the state of one device alone, and that by clipping.
+    yield tuple(Moment(run.sums, False) for run in runs)
     if is_exact:
         yield tuple(Moment(run.made.values, True) for run in runs)
 

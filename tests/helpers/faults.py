@@ -13,7 +13,7 @@ FORWARD, BACKWARD = 0, 1
 
 
 def with_faults(
-    x: jax.Array, batch: Mapping[str, Any], table: np.ndarray, *, is_wrong: bool
+    x: jax.Array, batch: Mapping[str, Any], tables: np.ndarray, which: int
 ) -> jax.Array:
     """Returns activations with the faults of a case, which rows of one rank have.
 
@@ -22,13 +22,14 @@ def with_faults(
     Args:
         x: Activations `[rows, features]`.
         batch: Batch with the number of the case and of the row, each `[rows]`.
-        table: What is added, `float32[cases, rows, 2]`: to the activation, and to its
-            gradient.
-        is_wrong: Whether the faults are there.
+        tables: What is added, `float32[tables, cases, rows, 2]`: to the activation, and
+            to its gradient. Of a right step a table has zeros.
+        which: Number of the table.
     """
-    # Indexed by the batch, so that XLA cannot tell which half is read.
-    both = jnp.asarray(np.concatenate([np.zeros_like(table), table]))
-    fault = both[batch["case"] + is_wrong * len(table), batch["row"]]
+    # Indexed by the batch, so that XLA cannot tell which table is read.
+    cases = tables.shape[1]
+    flat = jnp.asarray(tables.reshape(-1, *tables.shape[2:]))
+    fault = flat[batch["case"] + which * cases, batch["row"]]
     forward, backward = (
         jnp.broadcast_to(fault[:, i : i + 1], x.shape) for i in (FORWARD, BACKWARD)
     )

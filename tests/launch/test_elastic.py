@@ -178,6 +178,37 @@ def test_a_dead_place_is_left_out_and_ranks_close_up():
     assert "generation 1" in starts and "3 of 4" in starts and "0, 2, 3" in starts
 
 
+@pytest.mark.parametrize("dead", [{0, 2}, {2, 3}, {0, 1, 3}])
+def test_all_places_that_die_at_once_are_left_out_also_that_of_rank_0(dead):
+    ran = Ran(
+        # Together: at the same time of the clock.
+        "if number == 0:\n  time.sleep(1 - time.time() % 1)\n"
+        f"  if place in {dead}: {DIE}\n  time.sleep(9)",
+        ElasticConfig(1, 4, global_batch=12, rejoin_secs=math.inf),
+    )
+    assert ran.run() == 0
+    left = {0, 1, 2, 3} - dead
+    assert ran.places[0, 4] == {0, 1, 2, 3}
+    assert ran.places[max(ran.places)[0], len(left)] == left
+
+
+def test_a_death_while_the_job_grows_back_leaves_the_place_out_again(monkeypatch):
+    # A job grows after its first step, which this program has not.
+    first_step = "fsdp_jax.launch._elastic_processes._FirstStep"
+    monkeypatch.setattr(f"{first_step}.may_be_ended", lambda *_: True)
+    ran = Ran(
+        f"if number == 0:\n  time.sleep(0.2)\n  if place == 1: {DIE}\n"
+        "if number == 1: time.sleep(9)\n"  # until place 1 may return
+        f"if number == 2 and place == 1: {DIE}\n"
+        "if number == 2: time.sleep(9)",
+        ElasticConfig(1, 2, rejoin_secs=0.5),
+        2,
+    )
+    assert ran.run() == 0
+    assert list(ran.places)[:3] == [(0, 2), (1, 1), (2, 2)]
+    assert ran.places[1, 1] == ran.places[3, 1] == {0}
+
+
 def test_a_replica_of_two_processes_is_left_out_as_a_whole():
     ran = Ran(
         f"if number == 0:\n  time.sleep(0.2)\n  if place == 3: {DIE}\n  time.sleep(9)",
