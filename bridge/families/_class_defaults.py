@@ -73,5 +73,16 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 128000,
         "rope_theta": 500000.0,
     },
+    "qwen3_vl_moe_text": {
+        **_sizes(151936, 2048, 5632, 24, 16),
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "rope_theta": 500000.0,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "tie_word_embeddings": True,
+        "norm_topk_prob": True,
+    },
 }
 """Defaults of text parts that are a family's model with other defaults than its own."""
