@@ -23,6 +23,7 @@ from bridge.hf._unread import (
 from bridge.models import (
     DecoderConfig,
     DeltaNetConfig,
+    IndexerConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
@@ -39,6 +40,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {
     "moe": MoEConfig,
     "mla": MLAConfig,
+    "indexer": IndexerConfig,
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,

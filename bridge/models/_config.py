@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._delta_net_config import DeltaNetConfig
+from bridge.models._indexer_config import IndexerConfig
 from bridge.models._layer_kinds import (
     Channels,
     LayerBlock,
@@ -95,6 +96,10 @@ class DecoderConfig:
         its head.
       clip_qkv: Bound on queries, keys and values; None for no bound.
       mla: Sizes of latent attention; None for grouped-query attention.
+      indexer: Sizes of the indexer that selects the keys of latent attention; None to
+        attend to all keys.
+      shared_indexer_layers: Indices of layers without an indexer, which attend to the
+        keys that the last one before them selected.
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
@@ -173,6 +178,8 @@ class DecoderConfig:
     attention_gate: bool = False
     clip_qkv: float | None = None
     mla: MLAConfig | None = None
+    indexer: IndexerConfig | None = None
+    shared_indexer_layers: tuple[int, ...] = ()
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
     mamba: MambaConfig | None = None
@@ -250,8 +257,11 @@ class DecoderConfig:
         channels: dict[int, Channels | None] = dict.fromkeys(layers, "sparse")
         channels |= dict.fromkeys(dense, "dense")
         channels |= dict.fromkeys(self.mixer_only_layers)
+        indexed = set() if self.indexer is None else set(layers)
+        indexed -= set(self.shared_indexer_layers)
         return tuple(
-            LayerKind(_MIXERS.get(types[i], "attention"), channels[i]) for i in layers
+            LayerKind(_MIXERS.get(types[i], "attention"), channels[i], i in indexed)
+            for i in layers
         )
 
     @property
@@ -315,7 +325,28 @@ class DecoderConfig:
                 f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "
                 f"must be {heads} and {self.mla.qk_head_dim}"
             )
-        return wrong + self._inconsistent_layers()
+        return wrong + self._inconsistent_indexers() + self._inconsistent_layers()
+
+    def _inconsistent_indexers(self) -> list[str]:
+        indexer, shared = self.indexer, self.shared_indexer_layers
+        if indexer is None:
+            return ["shared_indexer_layers are set, but indexer is None"] * bool(shared)
+        wrong = []
+        if self.mla is None or self.mla.q_lora_rank is None:
+            wrong.append("indexer: its queries are projected from mla.q_lora_rank")
+        elif indexer.head_dim < self.mla.qk_rope_head_dim:
+            wrong.append(
+                f"indexer.head_dim {indexer.head_dim} is below the "
+                f"{self.mla.qk_rope_head_dim} dims of mla.qk_rope_head_dim"
+            )
+        if set(self.layer_types or ()) - {"full_attention"} or self.sliding_window:
+            wrong.append("indexer: all layers are of full attention")
+        if outside := [i for i in shared if not 0 < i < self.num_hidden_layers]:
+            wrong.append(
+                f"shared_indexer_layers {outside}: behind the first layer, and of the "
+                f"{self.num_hidden_layers} layers"
+            )
+        return wrong
 
     def _inconsistent_features(self) -> list[str]:
         wrong = []

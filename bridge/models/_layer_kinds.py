@@ -24,10 +24,12 @@ class LayerKind:
     Args:
       mixer: Part that mixes tokens; None without any.
       channels: Part that works on each token alone; None without any.
+      indexes: Whether an indexer selects the keys that its queries attend to.
     """
 
     mixer: Mixer | None = "attention"
     channels: Channels | None = "dense"
+    indexes: bool = False
 
     @property
     def attends(self) -> bool:

@@ -263,9 +263,7 @@ class LatentAttention(SelfAttention):
         tables: PositionTables,
     ) -> tuple[Heads, Heads, Heads]:
         if self.has_q_lora:
-            latent = self.constrain(self.q_a_proj(x), "tokens")
-            latent = self.constrain(self.q_a_layernorm(latent), "input")
-            query = self.q_b_proj(latent)
+            query = self.q_b_proj(self._query_latent(x))
         else:
             query = self.q_proj(self.constrain(x, "input"))
         query, query_rope = jnp.split(query, [self.nope_head_dim], axis=-1)
@@ -284,6 +282,12 @@ class LatentAttention(SelfAttention):
             jnp.concatenate([key, key_rope], axis=-1),
             value,
         )
+
+    def _query_latent(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> Float[Array, "batch seq q_rank"]:
+        latent = self.constrain(self.q_a_proj(x), "tokens")
+        return self.constrain(self.q_a_layernorm(latent), "input")
 
 
 def attention_scale(config: DecoderConfig) -> float:

@@ -187,6 +187,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "factor of embeddings beside latents": ("minicpm3", {"embedding_multiplier": 2.9}),
     "halves turned of latents": ("minicpm3", {"rope.interleaved": True}),
     "weights of experts beside Mamba": ("jamba", {"moe.norm_topk_prob": True}),
+    "selected keys": ("deepseek_v32", {"indexer.num_selected": 13}),
+    "halves turned of an indexer": ("deepseek_v32", {"indexer.interleaved": True}),
+    "pairs turned of an indexer": ("glm_moe_dsa", {"indexer.interleaved": False}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),
 }
 

@@ -71,7 +71,9 @@ def test_logits_of_a_text_equal_those_of_the_model_of_images(tmp_path, model_typ
 def test_experts_of_images_are_published_transposed(tmp_path):
     tokens, theirs = written(tmp_path, "qwen3_vl_moe")
     tensors = {
-        key: np.ascontiguousarray(tensor.swapaxes(1, 2)) if ".experts." in key else tensor
+        key: np.ascontiguousarray(tensor.swapaxes(1, 2))
+        if ".experts." in key
+        else tensor
         for key, tensor in tensors_of(tmp_path).items()
     }
     save_file(tensors, tmp_path / "model.safetensors")

@@ -56,6 +56,7 @@ LATENT = {
     # Not what the latent vectors are normed with.
     "rms_norm_eps": 1e-3,
 }
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
 OF_MINICPM3 = (
     *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "rms_norm_eps"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -290,6 +291,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "first_k_dense_replace": 2,
         # An export announces none, and tests compare configs before and after.
+        "num_nextn_predict_layers": 0,
+    },
+    "deepseek_v32": {
+        "model_type": "deepseek_v32",
+        **LATENT,
+        **INDEXER,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        **LATENT,
+        **INDEXER,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "full", "shared", "full"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "num_nextn_predict_layers": 0,
     },
     "gemma": {"model_type": "gemma", "head_dim": 16, **TWO},

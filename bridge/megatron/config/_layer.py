@@ -41,6 +41,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "attn_logit_softcapping": (None, "it has no softcap"),
     "final_logit_softcapping": (None, "it has no softcap"),
     "clip_qkv": (None, "it does not clip"),
+    "indexer": (None, "its sparse attention is not modelled"),
     "attention_gate": (False, "its heads have no gate"),
     "short_conv": (None, "its short convolutions are not modelled"),
     "delta_net": (None, "its delta nets are not modelled"),
