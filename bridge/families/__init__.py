@@ -23,6 +23,7 @@ from bridge.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -85,7 +86,8 @@ _MODULES = (
     *(starcoder2, stablelm, seed_oss, ernie4_5, arcee, nemotron, internlm3),
     *(hunyuan_v1_dense, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss, granitemoe),
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
-    *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3, deepseek_v32, glm_moe_dsa),
+    *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
+    *(deepseek_v32, glm_moe_dsa, gemma4),
     *(lfm2, qwen3_next, qwen3_5, qwen3_5_moe, granitemoehybrid),
     *(nemotron_h, falcon_h1, mamba, mamba2, jamba, minicpm3),
 )

@@ -218,6 +218,11 @@ def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
             "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
         }
+    if (full := config.full_attention) is not None:
+        sizes |= {
+            "full_head_dim": full.head_dim,
+            "full_kv_heads": full.num_key_value_heads,
+        }
     if (indexer := config.indexer) is not None:
         sizes |= {"index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
     sizes |= _mixer_sizes(config)

@@ -23,6 +23,7 @@ from bridge.hf._unread import (
 from bridge.models import (
     DecoderConfig,
     DeltaNetConfig,
+    FullAttentionConfig,
     IndexerConfig,
     Mamba1Config,
     MambaConfig,
@@ -41,6 +42,7 @@ _PARTS = {
     "moe": MoEConfig,
     "mla": MLAConfig,
     "indexer": IndexerConfig,
+    "full_attention": FullAttentionConfig,
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,

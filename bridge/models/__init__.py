@@ -19,6 +19,9 @@ from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
 from bridge.models._delta_net_config import DeltaNetConfig as DeltaNetConfig
 from bridge.models._flash_kernel import FlashKernel as FlashKernel
 from bridge.models._float8 import float8_product as float8_product
+from bridge.models._full_attention_config import (
+    FullAttentionConfig as FullAttentionConfig,
+)
 from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._grouped import grouped_matmul as grouped_matmul

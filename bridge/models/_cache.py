@@ -49,7 +49,8 @@ def empty_cache(
     for stack in config.layer_stacks:
         name = "indexed" if stack.kind.indexes else stack.kind.mixer
         dims = (len(stack.layers), batch)
-        caches.append(name and made[name](config, dims, slots, dtype))
+        own = config.of_kind(stack.kind)
+        caches.append(name and made[name](own, dims, slots, dtype))
     return caches
 
 

@@ -6,7 +6,7 @@ from bridge.models._xielu import activation_constants
 
 
 def constant_paths(config: DecoderConfig) -> tuple[str, ...]:
-    """Returns the paths of an activation's constants, and of indexers.
+    """Returns the paths of constants of activations and layers, and of indexers.
 
     For `FSDPConfig(frozen=...)`; empty without either. An indexer selects keys, which
     is not differentiable.
@@ -14,4 +14,6 @@ def constant_paths(config: DecoderConfig) -> tuple[str, ...]:
     Args:
       config: Config of the decoder.
     """
-    return activation_constants(config) + indexer_paths(config)
+    scales = tuple(f"{stack.path}.layer_scalar" for stack in config.layer_stacks)
+    own = scales if config.layer_scale else ()
+    return activation_constants(config) + indexer_paths(config) + own

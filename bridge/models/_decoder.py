@@ -1,6 +1,6 @@
 """Reference decoder, defined by its config, in plain single-device JAX."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 

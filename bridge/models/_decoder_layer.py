@@ -133,7 +133,7 @@ class DecoderLayer(nnx.Module):
 
         mixes, feeds = kind.mixer is not None, kind.channels is not None
         self.input_layernorm = norm() if before and mixes else None
-        self.mixer = kind.mixer
+        self.mixer, self.is_full = kind.mixer, kind.is_full
         if kind.attends:
             self.self_attn = _make_attention(
                 config, kind, rngs, param_dtype, attention, constrain
@@ -147,6 +147,8 @@ class DecoderLayer(nnx.Module):
         self.pre_feedforward_layernorm = norm() if own and feeds else None
         self.mlp = _make_channels(config, kind, rngs, param_dtype, dispatch)
         self.post_feedforward_layernorm = norm() if after else None
+        scale = jnp.ones(1, param_dtype)
+        self.layer_scalar = nnx.Param(scale) if config.layer_scale else None
         self.parallel = placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.multipliers = config.multipliers or MultipliersConfig()
@@ -193,8 +195,9 @@ class DecoderLayer(nnx.Module):
             return _output(*self._feed(x, experts), cache)
         normed = _apply(self.input_layernorm, x)
         normed_input = self.constrain(normed, "input")
+        own = _pick(tables, per_layer.get("table"))
         context = _Context(
-            _pick(tables, per_layer.get("table")),
+            own.of_full() if self.is_full else own,
             per_layer.get("window"),
             segment_ids,
             slots,
@@ -214,6 +217,8 @@ class DecoderLayer(nnx.Module):
         else:
             mixer_output, cache = self._recur(self.mixer, normed_input, cache, context)
         stream, routed = self._add(x, normed_input, mixer_output, experts)
+        if self.layer_scalar is not None:
+            stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
         after = stream if selected is None else SelectedStream(stream, selected)
         return _output(after, routed, cache)
 
@@ -295,16 +300,17 @@ class DecoderLayer(nnx.Module):
         if self.mlp is None:
             return x, None
         normed = _apply(self.pre_feedforward_layernorm, x)
-        y, routed = self._feedforward(self.constrain(normed, "input"), experts)
+        # Experts beside a dense MLP norm the stream themselves.
+        y, routed = self._feedforward(self.constrain(normed, "input"), experts, x)
         y = self.constrain(y, "output")
         return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), routed
 
     def _feedforward(
-        self, x: Stream, experts: Experts | None
+        self, x: Stream, experts: Experts | None, stream: Stream | None = None
     ) -> tuple[Stream, Routed | None]:
         mlp = self.mlp
         assert mlp is not None
-        return mlp(x, experts) if isinstance(mlp, MoE) else (mlp(x), None)
+        return mlp(x, experts, stream) if isinstance(mlp, MoE) else (mlp(x), None)
 
     def _scaled(self, y: Stream) -> Stream:
         return scale_by(y, self.multiplier)
@@ -348,11 +354,13 @@ def _make_attention(
     attention: Attention,
     constrain: Constrain,
 ) -> SelfAttention:
-    make = LatentAttention if config.mla else SelfAttention
+    make, full = LatentAttention if config.mla else SelfAttention, config.full_attention
     if config.indexer is not None:
         make = partial(IndexedAttention, indexes=kind.indexes)
+    elif full is not None and kind.is_full:
+        make = partial(SelfAttention, shared_key_value=full.shared_key_value)
     return make(
-        config,
+        config.of_kind(kind),
         window=_shared_window(config),
         rngs=rngs,
         param_dtype=param_dtype,

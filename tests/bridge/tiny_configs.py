@@ -83,6 +83,13 @@ MAMBA = {
     "mamba_chunk_size": 16,
 }
 WINDOW = {"sliding_window": 9}
+FULL_HEADS = {
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    **WINDOW,
+}
 TWO = {"num_hidden_layers": 2}
 ALTERNATING = {
     **TWO,
@@ -180,6 +187,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
         **WINDOW,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        **FULL_HEADS,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4-experts": {
+        "model_type": "gemma4_text",
+        **FULL_HEADS,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
     },
     "phi3": {"model_type": "phi3"},
     "phi3-longrope-short": {
