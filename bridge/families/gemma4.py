@@ -215,9 +215,7 @@ FAMILY = Family(
         FieldTransform(
             tuple(_WITHOUT),
             _read_unmodelled,
-            lambda _: {
-                name: modelled[0] for name, (_, modelled, _) in _UNMODELLED.items()
-            },
+            lambda _: {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
             _WITHOUT,
         ),
     ),
@@ -231,6 +229,7 @@ FAMILY = Family(
     },
     fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0},
     passthrough={
+        "use_bidirectional_attention": None,
         "use_double_wide_mlp": False,
         "vocab_size_per_layer_input": 262144,
     },

@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "normed values": ("gemma4", {"value_norm": False}),
     "scores without a scale": ("gemma4", {"attention_multiplier": 0.9}),
     "weights beside a dense MLP": ("gemma4-experts", {"moe.norm_topk_prob": False}),
-    "selected keys": ("deepseek_v32", {"indexer.num_selected": 13}),
+    "selected keys": ("deepseek_v32", {"indexer.num_selected": 11}),
     "halves turned of an indexer": ("deepseek_v32", {"indexer.interleaved": True}),
     "pairs turned of an indexer": ("glm_moe_dsa", {"indexer.interleaved": False}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),

@@ -56,7 +56,7 @@ LATENT = {
     # Not what the latent vectors are normed with.
     "rms_norm_eps": 1e-3,
 }
-INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 10}
 OF_MINICPM3 = (
     *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "rms_norm_eps"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
