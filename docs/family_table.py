@@ -35,7 +35,7 @@ def _row(family: Family) -> str:
         "yes" if _has_experts(family) else "",
         _positions(family),
         ", ".join(_MIXERS[name] for name in _mixers(family)),
-        "whole rows" if _mixers(family) else "yes",
+        _over_cp(family),
         "yes" if family.model_type in TWINS else "",
     )
     return f"| {' | '.join(cells)} |"
@@ -50,6 +50,12 @@ def _models(family: Family) -> str:
 
 def _file_of(family: Family) -> str:
     return family.model_type.removesuffix("_text")
+
+
+def _over_cp(family: Family) -> str:
+    if _has_part(family, "indexer"):
+        return "no"
+    return "whole rows" if _mixers(family) else "yes"
 
 
 def _has_experts(family: Family) -> bool:

@@ -34,6 +34,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "qwen3": _sizes(151936, 4096, 22016, 32, 32),
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
     "phi3": _sizes(32064, 3072, 8192, 32, 32),
     "llama4_text": _sizes(202048, 5120, None, 48, 40),
     "gpt2": {},
@@ -72,6 +73,17 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_sizes(151936, 4096, 22016, 32, 32),
         "max_position_embeddings": 128000,
         "rope_theta": 500000.0,
+    },
+    "qwen3_vl_moe_text": {
+        **_sizes(151936, 2048, 5632, 24, 16),
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "rope_theta": 500000.0,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "tie_word_embeddings": True,
+        "norm_topk_prob": True,
     },
 }
 """Defaults of text parts that are a family's model with other defaults than its own."""

@@ -155,22 +155,33 @@ class Family:
         )
 
     def mapping_for(
-        self, config: DecoderConfig, keys: tuple[str, ...]
+        self,
+        config: DecoderConfig,
+        keys: tuple[str, ...],
+        shape: Callable[[str], tuple[int, ...]] | None = None,
     ) -> WeightMapping:
         """Returns the mapping whose tensors are the most like those at hand.
 
-        By names alone; whether they are really all there is `Mapping.check`'s matter.
+        By names, and among equal names by shapes; whether they are really all there is
+        `Mapping.check`'s matter.
 
         Args:
           config: The model.
           keys: Names of the checkpoint's tensors.
+          shape: Function that returns the shape of a tensor; None to compare names.
         """
         held = set(keys)
 
-        def strangers(mapping: WeightMapping) -> int:
-            return len(held ^ set(mapping.by_source()))
+        def unlike(mapping: WeightMapping) -> tuple[int, int]:
+            expected = mapping.by_source()
+            others = [
+                key
+                for key in held.intersection(expected)
+                if shape is not None and shape(key) != expected[key][0].source_shape
+            ]
+            return len(held.symmetric_difference(expected)), len(others)
 
-        return min(self.mappings(config), key=strangers)
+        return min(self.mappings(config), key=unlike)
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
@@ -207,6 +218,13 @@ def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
             "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
         }
+    if (full := config.full_attention) is not None:
+        sizes |= {
+            "full_head_dim": full.head_dim,
+            "full_kv_heads": full.num_key_value_heads,
+        }
+    if (indexer := config.indexer) is not None:
+        sizes |= {"index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
     sizes |= _mixer_sizes(config)
     for number, stack in enumerate(config.layer_stacks):
         sizes[capture(number)] = stack.layers

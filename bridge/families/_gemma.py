@@ -33,15 +33,16 @@ FIXED = {
 }
 # Old files have a field of an activation that the models never had.
 PASSTHROUGH = {"hidden_act": "gelu_pytorch_tanh"}
-_NORMS = (
+NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+"""Norms of a layer, by their names in files."""
 
 
 def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer with its four norms."""
     del kind
-    return attention(config) + mlp(config) + norms({name: name for name in _NORMS})
+    return attention(config) + mlp(config) + norms({name: name for name in NORMS})

@@ -26,7 +26,8 @@ _ROPE_FIELDS = (
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-TYPES = tuple(kind for kind in NEEDED if kind != "ntk_alpha")
+_PARTIAL = "proportional"
+TYPES = tuple(kind for kind in NEEDED if kind not in ("ntk_alpha", "proportional"))
 """Types of rope that transformers computes for every family of one rope."""
 # Names of types that became others, and a key that became `rope_type`.
 _ALIASES = {"su": "longrope"}
@@ -117,7 +118,11 @@ def rope_of_dims(theta: float) -> FieldTransform:
 
 
 def rope_by_layer_type(
-    theta: float, sliding_theta: float, sliding_name: str | None = None
+    theta: float,
+    sliding_theta: float,
+    sliding_name: str | None = None,
+    *,
+    default: Fields | None = None,
 ) -> FieldTransform:
     """Reads and writes a rope for full layers and one for those that slide.
 
@@ -128,6 +133,8 @@ def rope_by_layer_type(
       sliding_theta: The same for the sliding ones.
       sliding_name: Field of transformers 4 for the sliding layers' base; None if the
         family has none, where the base is `sliding_theta` whatever `rope_theta` says.
+      default: Rope of the full layers of a file that says nothing of ropes, in a
+        family whose ropes may be `proportional`.
     """
     names = (*_ROPE_FIELDS, *([sliding_name] if sliding_name else []))
 
@@ -139,6 +146,7 @@ def rope_by_layer_type(
                 f"{', '.join(_LAYER_TYPES)}"
             )
         _check_type_key(fields.get("rope_scaling"))
+        nested = nested or ({} if default is None else {_LAYER_TYPES[0]: default})
         full, sliding = (nested.get(kind) or {} for kind in _LAYER_TYPES)
         local = fields[sliding_name] if sliding_name else None
         old = {
@@ -157,8 +165,10 @@ def rope_by_layer_type(
             ),
         }
         for rope in ropes.values():
-            _check_type(rope, TYPES)
-            _check_whole(rope, fields["partial_rotary_factor"])
+            _check_type(rope, TYPES if default is None else (*TYPES, _PARTIAL))
+            if rope.rope_type != _PARTIAL:
+                beside = fields["partial_rotary_factor"] if default is None else None
+                _check_whole(rope, beside)
             if rope.truncate is False:
                 raise ValueError(
                     "truncate = False: transformers reads the field of a rope for all "
@@ -172,6 +182,8 @@ def rope_by_layer_type(
         sliding = write_rope(config.sliding_rope or config.rope)
         parameters = full["rope_parameters"], sliding["rope_parameters"]
         full["rope_parameters"] = dict(zip(_LAYER_TYPES, parameters, strict=True))
+        if default is not None:  # families that transformers 4 does not have
+            return {"rope_parameters": full["rope_parameters"]}
         if sliding_name is not None:
             full[sliding_name] = sliding["rope_theta"]
         return full

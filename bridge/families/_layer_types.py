@@ -218,7 +218,7 @@ def _no_rope_layers() -> FieldTransform:
 
     def read(fields: Fields) -> dict[str, Any]:
         count, has_rope = fields["num_hidden_layers"], fields[name]
-        if has_rope is None:
+        if not has_rope:  # files of Llama 4 Scout say []
             period = interval(fields, every)
             has_rope = [int((layer + 1) % period != 0) for layer in range(count)]
         if len(has_rope) != count:
@@ -252,6 +252,24 @@ def first_dense(default: int) -> FieldTransform:
         return {name: len(config.dense_layers)}
 
     return FieldTransform((name,), read, write, {name: default})
+
+
+def first_dense_or_by_type(default: int) -> FieldTransform:
+    """Reads the type of each MLP, or how many of the first layers are dense.
+
+    Args:
+      default: What transformers takes for the latter where the file says neither.
+    """
+    name, count = "mlp_layer_types", "first_k_dense_replace"
+    of_first, by_type = first_dense(default), _dense_by_type()
+
+    def read(fields: Fields) -> dict[str, Any]:
+        return (of_first if fields[name] is None else by_type).read(fields)
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return by_type.write(config) | of_first.write(config)
+
+    return FieldTransform((name, count), read, write, {name: None, count: default})
 
 
 def _dense_by_type() -> FieldTransform:

@@ -3,7 +3,16 @@
 Source: transformers `configuration_qwen3_moe.py`, `modeling_qwen3_moe.py`.
 """
 
-from bridge.families._blocks import ignore_tied_head
+from bridge.families._blocks import (
+    PRE_NORMS,
+    Rules,
+    attention,
+    ignore_tied_head,
+    key_mapping,
+    mlp,
+    norms,
+    router,
+)
 from bridge.families._family import Family, Field
 from bridge.families._fields import (
     EXPERT_TRAINING,
@@ -15,10 +24,34 @@ from bridge.families._fields import (
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import DENSE_BY_STEP, switched_window
 from bridge.families._sparse import key_mappings
+from bridge.models import DecoderConfig, LayerKind
+from bridge.rules._rules import Rule
+
+# Qwen3-VL stores its experts the other way round, as [expert, embed, gate and up].
+_TRANSPOSED_EXPERTS = (
+    Rule(
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.gate_up_proj",
+        "experts embed (two expert_mlp) -> experts embed two expert_mlp",
+    ),
+    Rule(
+        "mlp.experts.down_proj",
+        "mlp.experts.down_proj",
+        "experts expert_mlp embed -> experts expert_mlp embed",
+    ),
+)
+
+
+def _layer_of_images(config: DecoderConfig, kind: LayerKind) -> Rules:
+    sparse = kind.channels == "sparse"
+    inner = router() + _TRANSPOSED_EXPERTS if sparse else mlp(config)
+    return attention(config) + inner + norms(PRE_NORMS)
+
 
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    also_named=("qwen3_vl_moe_text",),  # text part of Qwen3-VL
     fields={
         **SIZES,
         **tokens(None, None),
@@ -37,6 +70,6 @@ FAMILY = Family(
     constants={"qk_norm": "head", "moe.rounded_weights": True},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     passthrough={**EXPERT_TRAINING, "max_window_layers": None},
-    key_mappings=key_mappings(),
+    key_mappings=(*key_mappings(), key_mapping(_layer_of_images)),
     ignore=ignore_tied_head,
 )

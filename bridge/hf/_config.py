@@ -23,6 +23,8 @@ from bridge.hf._unread import (
 from bridge.models import (
     DecoderConfig,
     DeltaNetConfig,
+    FullAttentionConfig,
+    IndexerConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
@@ -39,6 +41,8 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {
     "moe": MoEConfig,
     "mla": MLAConfig,
+    "indexer": IndexerConfig,
+    "full_attention": FullAttentionConfig,
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,

@@ -83,7 +83,7 @@ def open_hf(
     )
     _warn_of_other_tensors(stored, named)
     source = named.source
-    mapping = family.mapping_for(config, source.keys())
+    mapping = family.mapping_for(config, source.keys(), source.shape)
     if config.tie_word_embeddings:
         check_tied_head(source, mapping)
     _warn_of_left_out(source, mapping, config)

@@ -11,11 +11,11 @@ from bridge.families._class_defaults import CLASS_DEFAULTS, TEXT_DEFAULTS
 # is none of them: all of its prompt attends to all of it.
 MULTIMODAL = frozenset(
     """
-    aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fast_vlm gemma3
+    aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fast_vlm gemma3 gemma4
     got_ocr2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4 llava
     llava_next llava_next_video llava_onevision mistral3 modernvbert ovis2 perception_lm
-    qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm
-    video_llama_3 video_llava vipllava voxtral
+    qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
+    qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava voxtral
     """.split()
 )
 # Multimodal models whose published files have the fields of the text part beside those
@@ -59,6 +59,12 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if not any(text.get(name) for name in _DTYPES):
         shared |= {name: fields[name] for name in _DTYPES if name in fields}
     defaults = TEXT_DEFAULTS.get(kind) or CLASS_DEFAULTS.get(NAMES[kind], {})
+    known = FAMILIES[NAMES[kind]].fields
+    defaults = {
+        name: value
+        for name, value in defaults.items()
+        if name not in known or text.keys().isdisjoint(known[name].aliases)
+    }
     return _with_ropes_of_texts({**defaults, **shared, **text})
 
 

@@ -10,6 +10,7 @@ from bridge.models._attention_choice import WantedKernel as WantedKernel
 from bridge.models._attention_choice import choose_attention as choose_attention
 from bridge.models._cache import empty_cache as empty_cache
 from bridge.models._config import DecoderConfig as DecoderConfig
+from bridge.models._constant_paths import constant_paths as constant_paths
 from bridge.models._constrain import Constrain as Constrain
 from bridge.models._constrain import unconstrained as unconstrained
 from bridge.models._cudnn import CudnnKernel as CudnnKernel
@@ -18,9 +19,13 @@ from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
 from bridge.models._delta_net_config import DeltaNetConfig as DeltaNetConfig
 from bridge.models._flash_kernel import FlashKernel as FlashKernel
 from bridge.models._float8 import float8_product as float8_product
+from bridge.models._full_attention_config import (
+    FullAttentionConfig as FullAttentionConfig,
+)
 from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._grouped import grouped_matmul as grouped_matmul
+from bridge.models._indexer_config import IndexerConfig as IndexerConfig
 from bridge.models._layer_kinds import LayerBlock as LayerBlock
 from bridge.models._layer_kinds import LayerKind as LayerKind
 from bridge.models._layer_kinds import LayerStack as LayerStack
@@ -28,6 +33,7 @@ from bridge.models._layer_loop import plain_scan as plain_scan
 from bridge.models._layer_state import AttentionMambaState as AttentionMambaState
 from bridge.models._layer_state import ConvState as ConvState
 from bridge.models._layer_state import DeltaNetState as DeltaNetState
+from bridge.models._layer_state import IndexedKeyValues as IndexedKeyValues
 from bridge.models._layer_state import KeyValues as KeyValues
 from bridge.models._layer_state import LayerState as LayerState
 from bridge.models._layer_state import Mamba1State as Mamba1State
@@ -56,4 +62,3 @@ from bridge.models._short_conv_config import ShortConvConfig as ShortConvConfig
 from bridge.models._tensor_parallel import (
     tensor_parallel_rules as tensor_parallel_rules,
 )
-from bridge.models._xielu import constant_paths as constant_paths

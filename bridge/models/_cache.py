@@ -9,6 +9,7 @@ from bridge.models._layer_state import (
     AttentionMambaState,
     ConvState,
     DeltaNetState,
+    IndexedKeyValues,
     KeyValues,
     LayerState,
     Mamba1State,
@@ -37,17 +38,20 @@ def empty_cache(
     """
     made = {
         "attention": _key_values,
+        "indexed": _indexed_key_values,
         "short_conv": _conv_state,
         "delta_net": _delta_net_state,
         "mamba": _mamba_state,
         "mamba1": _mamba1_state,
         "attention_mamba": _attention_mamba_state,
     }
-    return [
-        stack.kind.mixer
-        and made[stack.kind.mixer](config, (len(stack.layers), batch), slots, dtype)
-        for stack in config.layer_stacks
-    ]
+    caches: list[LayerState | None] = []
+    for stack in config.layer_stacks:
+        name = "indexed" if stack.kind.indexes else stack.kind.mixer
+        dims = (len(stack.layers), batch)
+        own = config.of_kind(stack.kind)
+        caches.append(name and made[name](own, dims, slots, dtype))
+    return caches
 
 
 def _key_values(
@@ -58,6 +62,17 @@ def _key_values(
     return KeyValues(
         jnp.zeros((*shape, config.qk_dim), dtype),
         jnp.zeros((*shape, config.v_head_dim), dtype),
+    )
+
+
+def _indexed_key_values(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> IndexedKeyValues:
+    sizes = config.indexer
+    assert sizes is not None
+    return IndexedKeyValues(
+        _key_values(config, dims, slots, dtype),
+        jnp.zeros((*dims, slots, sizes.head_dim), dtype),
     )
 
 
@@ -139,6 +154,7 @@ def attend_cached(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     first: Slots | None = None,
+    selected: Bool[Array, "batch seq keys"] | None = None,
 ) -> tuple[Float[Array, "batch seq heads v_head_dim"], KeyValues]:
     """Writes new tokens to the cache, and attends from each to the tokens up to it.
 
@@ -152,6 +168,7 @@ def attend_cached(
       softcap: Bound of the scores; None for no bound.
       sinks: Score per head that takes part in the softmax; None for no sinks.
       first: First slot that each query attends to; None for 0.
+      selected: Slots that each query attends to; None for all of them.
 
     Returns:
       Weighted averages of the values, and the cache with the new tokens.
@@ -159,18 +176,27 @@ def attend_cached(
     rows = jnp.arange(slots.shape[0])[:, None]
     key = cache.key.at[rows, slots].set(new.key)
     value = cache.value.at[rows, slots].set(new.value)
-    mask = _cache_mask(slots, key.shape[1], window, first)
+    mask = visible_slots(slots, key.shape[1], window, first)
+    mask = (mask if selected is None else mask & selected)[:, None]
     mixed = attend(query, key, value, scale, mask, softcap, sinks)
     return mixed, KeyValues(key, value)
 
 
-def _cache_mask(
-    slots: Slots, size: int, window: Window, first: Slots | None
-) -> Bool[Array, "batch 1 seq s"]:
+def visible_slots(
+    slots: Slots, size: int, window: Window = None, first: Slots | None = None
+) -> Bool[Array, "batch seq slots"]:
+    """Returns the slots that each new token attends to.
+
+    Args:
+      slots: Slots of the new tokens.
+      size: Number of slots of the cache.
+      window: Attention window in tokens; None for all slots before.
+      first: First slot that each token attends to; None for 0.
+    """
     behind = slots[:, :, None] - jnp.arange(size, dtype=jnp.int32)[None, None, :]
     mask = behind >= 0
     if window is not None:
         mask &= behind < window
     if first is not None:
         mask &= jnp.arange(size, dtype=jnp.int32)[None, None] >= first[..., None]
-    return mask[:, None]
+    return mask

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._delta_net_config import DeltaNetConfig
+from bridge.models._full_attention_config import FullAttentionConfig
+from bridge.models._indexer_config import IndexerConfig
 from bridge.models._layer_kinds import (
     Channels,
     LayerBlock,
@@ -82,6 +84,7 @@ class DecoderConfig:
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
         each head with its own scale (`per_head`), all heads as one vector (`full`),
         each head with a rope without a scale (`l2`), or none (None).
+      value_norm: Whether each value head is normed, without a scale.
       qk_norm_after_rope: Whether that norm follows the rotary embedding.
       query_pre_attn_scalar: Value whose power of -1/2 scales the scores; None for
         `head_dim`.
@@ -95,6 +98,12 @@ class DecoderConfig:
         its head.
       clip_qkv: Bound on queries, keys and values; None for no bound.
       mla: Sizes of latent attention; None for grouped-query attention.
+      full_attention: Sizes of full-attention layers among sliding ones, where they
+        differ; None for those of all layers.
+      indexer: Sizes of the indexer that selects the keys of latent attention; None to
+        attend to all keys.
+      shared_indexer_layers: Indices of layers without an indexer, which attend to the
+        keys that the last one before them selected.
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
@@ -120,6 +129,8 @@ class DecoderConfig:
       multipliers: Factors inside of layers; None for 1 everywhere.
       embedding_multiplier: Factor of the embeddings.
       embedding_norm: Whether embeddings are normed before the first layer.
+      layer_scale: Whether the stream behind each layer is multiplied by a number of the
+        layer, which no gradient trains.
       residual_in_fp32: Whether the residual stream is at least float32 for weights of
         any dtype.
       residual_multiplier: Factor of the outputs of attention and MLP, before they are
@@ -164,6 +175,7 @@ class DecoderConfig:
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: Literal["head", "per_head", "full", "l2"] | None = None
+    value_norm: bool = False
     qk_norm_after_rope: bool = False
     query_pre_attn_scalar: float | None = None
     attention_multiplier: float | None = None
@@ -173,6 +185,9 @@ class DecoderConfig:
     attention_gate: bool = False
     clip_qkv: float | None = None
     mla: MLAConfig | None = None
+    full_attention: FullAttentionConfig | None = None
+    indexer: IndexerConfig | None = None
+    shared_indexer_layers: tuple[int, ...] = ()
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
     mamba: MambaConfig | None = None
@@ -191,6 +206,7 @@ class DecoderConfig:
     multipliers: MultipliersConfig | None = None
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
+    layer_scale: bool = False
     residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
@@ -220,6 +236,8 @@ class DecoderConfig:
         if self.rope is None:
             return 0
         width = self.mla.qk_rope_head_dim if self.mla else self.head_dim
+        if self.rope.rope_type == "proportional":
+            return width
         return int(width * self.rope.partial_rotary_factor)
 
     @property
@@ -250,8 +268,37 @@ class DecoderConfig:
         channels: dict[int, Channels | None] = dict.fromkeys(layers, "sparse")
         channels |= dict.fromkeys(dense, "dense")
         channels |= dict.fromkeys(self.mixer_only_layers)
+        indexed = set() if self.indexer is None else set(layers)
+        indexed -= set(self.shared_indexer_layers)
+        own = self.full_attention is not None
         return tuple(
-            LayerKind(_MIXERS.get(types[i], "attention"), channels[i]) for i in layers
+            LayerKind(
+                _MIXERS.get(types[i], "attention"),
+                channels[i],
+                i in indexed,
+                own and types[i] == "full_attention",
+            )
+            for i in layers
+        )
+
+    def of_kind(self, kind: LayerKind) -> "DecoderConfig":
+        """Returns the config with the sizes that attention has in layers of a kind.
+
+        Args:
+          kind: Kind of the layers.
+        """
+        if (full := self.full_attention) is None:
+            return self
+        if not kind.is_full:
+            rope = self.sliding_rope or self.rope
+            return dataclasses.replace(
+                self, full_attention=None, rope=rope, sliding_rope=None
+            )
+        return dataclasses.replace(
+            self,
+            full_attention=None,
+            head_dim=full.head_dim,
+            num_key_value_heads=full.num_key_value_heads,
         )
 
     @property
@@ -315,7 +362,28 @@ class DecoderConfig:
                 f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "
                 f"must be {heads} and {self.mla.qk_head_dim}"
             )
-        return wrong + self._inconsistent_layers()
+        return wrong + self._inconsistent_indexers() + self._inconsistent_layers()
+
+    def _inconsistent_indexers(self) -> list[str]:
+        indexer, shared = self.indexer, self.shared_indexer_layers
+        if indexer is None:
+            return ["shared_indexer_layers are set, but indexer is None"] * bool(shared)
+        wrong = []
+        if self.mla is None or self.mla.q_lora_rank is None:
+            wrong.append("indexer: its queries are projected from mla.q_lora_rank")
+        elif indexer.head_dim < self.mla.qk_rope_head_dim:
+            wrong.append(
+                f"indexer.head_dim {indexer.head_dim} is below the "
+                f"{self.mla.qk_rope_head_dim} dims of mla.qk_rope_head_dim"
+            )
+        if set(self.layer_types or ()) - {"full_attention"} or self.sliding_window:
+            wrong.append("indexer: all layers are of full attention")
+        if outside := [i for i in shared if not 0 < i < self.num_hidden_layers]:
+            wrong.append(
+                f"shared_indexer_layers {outside}: behind the first layer, and of the "
+                f"{self.num_hidden_layers} layers"
+            )
+        return wrong
 
     def _inconsistent_features(self) -> list[str]:
         wrong = []
@@ -335,6 +403,20 @@ class DecoderConfig:
             wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
         if self.qk_norm_after_rope and self.qk_norm is None:
             wrong.append("qk_norm_after_rope is set, but qk_norm is None")
+        if (full := self.full_attention) is not None:
+            if self.num_attention_heads % full.num_key_value_heads:
+                wrong.append(
+                    f"num_attention_heads {self.num_attention_heads} is not a multiple "
+                    f"of full_attention.num_key_value_heads {full.num_key_value_heads}"
+                )
+            if self.mla or self.rope is None or self.no_rope_layers:
+                wrong.append("full_attention: neither beside mla nor without a rope")
+            if set(self.layer_types or ()) - {"sliding_attention", "full_attention"}:
+                wrong.append("full_attention: layer_types are sliding or full")
+            if self.query_scale or self.attention_chunk_size or self.qk_norm == "l2":
+                wrong.append("full_attention: layers differ in windows and ropes alone")
+        if self.value_norm and self.mla:
+            wrong.append("value_norm: latent attention has none")
         if self.position_offset < 0 or (self.position_offset and self.rope):
             wrong.append(
                 f"position_offset {self.position_offset} must be at least 0, and 0 "

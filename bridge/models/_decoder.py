@@ -1,6 +1,6 @@
 """Reference decoder, defined by its config, in plain single-device JAX."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from bridge.models._layer_inputs import position_tables
 from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_loop import (
     Scan,
+    Unit,
     apply_and_keep,
     apply_and_route,
     apply_layer,
@@ -84,6 +85,11 @@ class Decoder(nnx.Module):
         recurrence: Recurrence = plain_recurrence,
     ):
         """Initializes all weights; under `nnx.eval_shape`, only their shapes."""
+        if config.indexer is not None and positions is not positions_in_order:
+            raise ValueError(
+                "indexer: it selects among all keys of a row, and these positions are "
+                "of a part of each row. Use cp=1."
+            )
         self.config = config
         self.scan = scan
         self.constrain = constrain
@@ -321,7 +327,7 @@ class Decoder(nnx.Module):
 
     def _run(
         self,
-        unit: Callable[..., tuple[Stream, Any]],
+        unit: Unit,
         x: Stream,
         positions: Ids,
         *consts: Any,

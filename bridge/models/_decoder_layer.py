@@ -1,6 +1,7 @@
 """Decoder layer."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,8 +16,15 @@ from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._delta_net import DeltaNet
 from bridge.models._float8 import Product, plain_product
+from bridge.models._indexed_attention import IndexedAttention, SelectedStream
+from bridge.models._indexer import Selected
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
-from bridge.models._layer_state import AttentionMambaState, KeyValues, LayerState
+from bridge.models._layer_state import (
+    AttentionMambaState,
+    IndexedKeyValues,
+    KeyValues,
+    LayerState,
+)
 from bridge.models._linear import Linear
 from bridge.models._mamba import Mamba
 from bridge.models._mamba1 import Mamba1
@@ -51,13 +59,13 @@ class LayerOutput(NamedTuple):
     """Output of a layer.
 
     Attributes:
-      stream: Residual stream.
+      stream: Residual stream; beside selected keys if the layer was given both.
       router_stats: Statistics of the router; None in a dense layer.
       cache: Cache with the new tokens; None if there was no cache.
       experts: Experts of each token; None in a dense layer.
     """
 
-    stream: Stream
+    stream: Stream | SelectedStream
     router_stats: RouterStats | None
     cache: LayerState | None
     experts: Experts | None
@@ -72,6 +80,7 @@ class _Context(NamedTuple):
       segment_ids: Segment of each token; None for one segment.
       slots: Slots of the tokens in the cache; None without a cache.
       is_token: False behind the last token of a row; None if all are tokens.
+      selected: Keys that the last indexer selected; None for all.
     """
 
     tables: PositionTables
@@ -79,6 +88,7 @@ class _Context(NamedTuple):
     segment_ids: Int[Array, "batch seq"] | None
     slots: Slots | None
     is_token: Mask
+    selected: Selected | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -123,10 +133,10 @@ class DecoderLayer(nnx.Module):
 
         mixes, feeds = kind.mixer is not None, kind.channels is not None
         self.input_layernorm = norm() if before and mixes else None
-        self.mixer = kind.mixer
+        self.mixer, self.is_full = kind.mixer, kind.is_full
         if kind.attends:
             self.self_attn = _make_attention(
-                config, rngs, param_dtype, attention, constrain
+                config, kind, rngs, param_dtype, attention, constrain
             )
         recurrent = "mamba" if kind.mixer == "attention_mamba" else kind.mixer
         if recurrent in _MIXERS:
@@ -137,10 +147,13 @@ class DecoderLayer(nnx.Module):
         self.pre_feedforward_layernorm = norm() if own and feeds else None
         self.mlp = _make_channels(config, kind, rngs, param_dtype, dispatch)
         self.post_feedforward_layernorm = norm() if after else None
+        scale = jnp.ones(1, param_dtype)
+        self.layer_scalar = nnx.Param(scale) if config.layer_scale else None
         self.parallel = placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.multipliers = config.multipliers or MultipliersConfig()
         self.is_latent = config.mla is not None
+        self.is_indexed = kind.attends and config.indexer is not None
         self.constrain = constrain
         self.recurrence = recurrence
         for linear in _projections(self):
@@ -148,7 +161,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Stream,
+        x: Stream | SelectedStream,
         per_layer: PerLayer | None = None,
         tables: PositionTables | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
@@ -160,7 +173,8 @@ class DecoderLayer(nnx.Module):
         """Adds the outputs of mixer and MLP to the residual stream.
 
         Args:
-          x: Residual stream.
+          x: Residual stream; beside selected keys if later layers attend to the keys
+            that the indexer of an earlier one selects.
           per_layer: Inputs that differ between layers: `window`, the attention window
             in tokens, `table`, the index of the rotary table, and `experts`, those of
             each token if the router is not to choose them.
@@ -173,28 +187,54 @@ class DecoderLayer(nnx.Module):
         """
         # Named, so that a remat policy can save it elsewhere than on the device.
         x = checkpoint_name(x, LAYER_INPUT)
+        selected = x.selected if isinstance(x, SelectedStream) else None
+        x = x.stream if isinstance(x, SelectedStream) else x
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
         normed = _apply(self.input_layernorm, x)
         normed_input = self.constrain(normed, "input")
+        own = _pick(tables, per_layer.get("table"))
         context = _Context(
-            _pick(tables, per_layer.get("table")),
+            own.of_full() if self.is_full else own,
             per_layer.get("window"),
             segment_ids,
             slots,
             is_token,
+            None if selected is None else selected > 0,
         )
         if self.mixer == "attention_mamba":
             mixer_output, cache = self._mix_both(normed_input, cache, context)
+        elif self.is_indexed:
+            mixer_output, cache, chosen = self._attend_selected(normed, cache, context)
+            if selected is not None and chosen is not None:
+                selected = chosen.astype(selected.dtype)
         elif self.mixer == "attention":
             # Latent attention constrains its latent vectors instead of its input.
             mixer_input = normed if self.is_latent else normed_input
             mixer_output, cache = self._attend(mixer_input, cache, context)
         else:
             mixer_output, cache = self._recur(self.mixer, normed_input, cache, context)
-        return _output(*self._add(x, normed_input, mixer_output, experts), cache)
+        stream, routed = self._add(x, normed_input, mixer_output, experts)
+        if self.layer_scalar is not None:
+            stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
+        after = stream if selected is None else SelectedStream(stream, selected)
+        return _output(after, routed, cache)
+
+    def _attend_selected(
+        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
+    ) -> tuple[Stream, LayerState | None, Selected | None]:
+        """Returns the output of attention to selected keys, its cache, and the keys."""
+        attn, own, before = self.self_attn, context.tables, context.selected
+        assert isinstance(attn, IndexedAttention)
+        if context.slots is not None and isinstance(
+            cache, KeyValues | IndexedKeyValues
+        ):
+            return attn.extend_selected(mixer_input, own, cache, context.slots, before)
+        ids = context.segment_ids
+        selected = attn.select(mixer_input, own, ids, before)
+        return attn(mixer_input, own, ids, selected=selected), cache, selected
 
     def _attend(
         self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
@@ -260,23 +300,24 @@ class DecoderLayer(nnx.Module):
         if self.mlp is None:
             return x, None
         normed = _apply(self.pre_feedforward_layernorm, x)
-        y, routed = self._feedforward(self.constrain(normed, "input"), experts)
+        # Experts beside a dense MLP norm the stream themselves.
+        y, routed = self._feedforward(self.constrain(normed, "input"), experts, x)
         y = self.constrain(y, "output")
         return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), routed
 
     def _feedforward(
-        self, x: Stream, experts: Experts | None
+        self, x: Stream, experts: Experts | None, stream: Stream | None = None
     ) -> tuple[Stream, Routed | None]:
         mlp = self.mlp
         assert mlp is not None
-        return mlp(x, experts) if isinstance(mlp, MoE) else (mlp(x), None)
+        return mlp(x, experts, stream) if isinstance(mlp, MoE) else (mlp(x), None)
 
     def _scaled(self, y: Stream) -> Stream:
         return scale_by(y, self.multiplier)
 
 
 def _output(
-    stream: Stream, routed: Routed | None, cache: LayerState | None
+    stream: Stream | SelectedStream, routed: Routed | None, cache: LayerState | None
 ) -> LayerOutput:
     stats, experts = (None, None) if routed is None else routed
     return LayerOutput(stream, stats, cache, experts)
@@ -307,13 +348,19 @@ def _projections(layer: nnx.Module) -> Iterator[Linear]:
 
 def _make_attention(
     config: DecoderConfig,
+    kind: LayerKind,
     rngs: nnx.Rngs,
     param_dtype: DTypeLike,
     attention: Attention,
     constrain: Constrain,
 ) -> SelfAttention:
-    return (LatentAttention if config.mla else SelfAttention)(
-        config,
+    make, full = LatentAttention if config.mla else SelfAttention, config.full_attention
+    if config.indexer is not None:
+        make = partial(IndexedAttention, indexes=kind.indexes)
+    elif full is not None and kind.is_full:
+        make = partial(SelfAttention, shared_key_value=full.shared_key_value)
+    return make(
+        config.of_kind(kind),
         window=_shared_window(config),
         rngs=rngs,
         param_dtype=param_dtype,

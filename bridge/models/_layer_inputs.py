@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._config import DecoderConfig
+from bridge.models._layer_kinds import LayerKind
 from bridge.models._position_tables import STEP, PositionTables
 from bridge.models._positions import Ids
 from bridge.models._query_scale_config import QueryScaleConfig
@@ -47,13 +48,16 @@ def position_tables(
     Raises:
       ValueError: If rows are longer than ALiBi's positions are exact in `dtype`.
     """
+    if config.full_attention is not None:
+        return _tables_of_widths(config, positions, dtype)
     uses, steps = _distinct(config), None
     if config.alibi_bias_max is not None:
         steps = _two_summands(positions, dtype)
     made = [_tables_of(config, each, positions, dtype) for each in uses]
     if len(made) == 1:
         return made[0]._replace(steps=steps)
-    stacked = PositionTables(*(_stack(same) for same in zip(*made, strict=True)))
+    stacks = (_stack(same) for same in zip(*made, strict=True))
+    stacked = PositionTables(*stacks)  # pyright: ignore[reportArgumentType]
     return stacked._replace(steps=steps)
 
 
@@ -81,13 +85,25 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
       tokens; neither where all layers share one.
     """
     values, uses = {}, _distinct(config)
-    if len(uses) > 1:
+    if len(uses) > 1 and config.full_attention is None:
         indices = [uses.index(each) for each in _uses_of_layers(config)]
         values["table"] = np.asarray(indices, np.int32)
     if len(set(config.windows)) > 1:
         windows = [_NO_WINDOW if w is None else w for w in config.windows]
         values["window"] = np.asarray(windows, np.int32)
     return values
+
+
+def _tables_of_widths(
+    config: DecoderConfig, positions: Ids, dtype: DTypeLike
+) -> PositionTables:
+    """Returns the tables of sliding layers, and those of full ones."""
+    made = []
+    for kind in (LayerKind(), LayerKind(is_full=True)):
+        own = config.of_kind(kind)
+        assert own.rope is not None
+        made.append(rope_tables(own.rope, own.rope_dim, positions, dtype))
+    return PositionTables(*made[0], full=made[1])
 
 
 def _tables_of(

@@ -24,10 +24,14 @@ class LayerKind:
     Args:
       mixer: Part that mixes tokens; None without any.
       channels: Part that works on each token alone; None without any.
+      indexes: Whether an indexer selects the keys that its queries attend to.
+      is_full: Whether its attention has the sizes of `full_attention` of the config.
     """
 
     mixer: Mixer | None = "attention"
     channels: Channels | None = "dense"
+    indexes: bool = False
+    is_full: bool = False
 
     @property
     def attends(self) -> bool:

@@ -16,14 +16,16 @@ from bridge.models._decoder_layer import (
     PerLayer,
     Stream,
 )
+from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
-from bridge.models._layer_state import LayerState
+from bridge.models._layer_state import IndexedKeyValues, LayerState
 from bridge.models._position_tables import PositionTables
 from bridge.models._positions import Ids
 from bridge.models._router_stats import RouterStats
 
 Scan = Callable[..., tuple[Any, Any]]
-Unit = Callable[..., tuple[Stream, Any]]
+Carry = Stream | SelectedStream
+Unit = Callable[..., tuple[Carry, Any]]
 
 
 def plain_scan(
@@ -86,6 +88,7 @@ def run_layers(
     inputs, ys = per_layer(config), []
     sparse = {layer: i for i, layer in enumerate(sparse_layers(config))}
     stacks = iter(enumerate(config.layer_stacks))
+    carry = _with_selection(config, x, cache)
     for block in blocks:
         xs = []
         for _, (number, stack) in zip(block, stacks, strict=False):
@@ -96,12 +99,29 @@ def run_layers(
                 own["experts"] = experts[np.asarray([sparse[i] for i in stack.layers])]
             xs.append((own,) if cache is None else (own, cache[number]))
         if len(block) == 1:
-            x, y = scan(unit, block[0], x, xs=xs[0], consts=consts)
+            carry, y = scan(unit, block[0], carry, xs=xs[0], consts=consts)
             ys.append(y)
         else:
-            x, of_period = scan(_period(unit), block, x, xs=(xs,), consts=consts)
+            run = _period(unit)
+            carry, of_period = scan(run, block, carry, xs=(xs,), consts=consts)
             ys += of_period
-    return x, ys
+    return _stream(carry), ys
+
+
+def _with_selection(
+    config: DecoderConfig, x: Stream, cache: Sequence[LayerState | None] | None
+) -> Carry:
+    """Puts selected keys beside the stream, if layers share them and not all are."""
+    indexer, keys = config.indexer, x.shape[1]
+    if indexer is None or not config.shared_indexer_layers:
+        return x
+    if cache is not None and isinstance(cache[0], IndexedKeyValues):
+        keys = cache[0].index_key.shape[2]
+    return select_all(x, keys) if keys > indexer.num_selected else x
+
+
+def _stream(x: Carry) -> Stream:
+    return x.stream if isinstance(x, SelectedStream) else x
 
 
 def sparse_layers(config: DecoderConfig) -> list[int]:
@@ -139,8 +159,8 @@ def _period(unit: Unit) -> Unit:
     """Returns a unit that runs the layers of a period, one after the other."""
 
     def run(
-        layers: list[DecoderLayer], x: Stream, xs: list[tuple[Any, ...]], *consts: Any
-    ) -> tuple[Stream, list[Any]]:
+        layers: list[DecoderLayer], x: Carry, xs: list[tuple[Any, ...]], *consts: Any
+    ) -> tuple[Carry, list[Any]]:
         ys = []
         for layer, slices in zip(layers, xs, strict=True):
             x, y = unit(layer, x, *slices, *consts)
@@ -151,8 +171,8 @@ def _period(unit: Unit) -> Unit:
 
 
 def apply_layer(
-    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
-) -> tuple[Stream, RouterStats | None]:
+    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry, RouterStats | None]:
     """Runs a layer, and returns the statistics of its router."""
     # Through `__call__`, which a subclass may override to gather the weights.
     out = layer(x, per_layer, *consts)
@@ -160,30 +180,30 @@ def apply_layer(
 
 
 def apply_and_route(
-    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
-) -> tuple[Stream, Experts | None]:
+    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry, Experts | None]:
     """Runs a layer, and returns the experts of each token."""
     out = layer(x, per_layer, *consts)
     return out.stream, out.experts
 
 
 def apply_and_keep(
-    layer: DecoderLayer, x: Stream, per_layer: PerLayer, *consts: Any
-) -> tuple[Stream, Stream]:
+    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry, Stream]:
     """Runs a layer, and returns the residual stream behind it."""
     x = layer(x, per_layer, *consts).stream
-    return x, x
+    return x, _stream(x)
 
 
 def extend_layer(
     layer: DecoderLayer,
-    x: Stream,
+    x: Carry,
     per_layer: PerLayer,
     cache: LayerState | None,
     tables: PositionTables,
     slots: Ids,
     is_token: Mask,
-) -> tuple[Stream, LayerState | None]:
+) -> tuple[Carry, LayerState | None]:
     """Runs new tokens through a layer, and returns its cache with them."""
     out = layer(x, per_layer, tables, cache=cache, slots=slots, is_token=is_token)
     return out.stream, out.cache

@@ -16,6 +16,18 @@ class KeyValues(NamedTuple):
     value: Float[Array, "batch slots kv_heads v_head_dim"]
 
 
+class IndexedKeyValues(NamedTuple):
+    """Cache of attention to the keys that an indexer selects.
+
+    Attributes:
+      attention: KV cache.
+      index_key: Keys of the indexer, which all its heads share.
+    """
+
+    attention: KeyValues
+    index_key: Float[Array, "batch slots index_dim"]
+
+
 class ConvState(NamedTuple):
     """State of a short convolution: its inputs of the last tokens."""
 
@@ -80,6 +92,7 @@ class AttentionMambaState(NamedTuple):
 
 LayerState = (
     KeyValues
+    | IndexedKeyValues
     | ConvState
     | DeltaNetState
     | MambaState

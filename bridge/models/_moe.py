@@ -14,6 +14,7 @@ from bridge.models._config import DecoderConfig
 from bridge.models._grouped import grouped_matmul
 from bridge.models._linear import Linear
 from bridge.models._mlp import ACTIVATIONS, MLP
+from bridge.models._moe_norms import MoENorms
 from bridge.models._router import Router
 from bridge.models._router_stats import RouterStats, router_stats
 
@@ -253,6 +254,8 @@ class MoE(nnx.Module):
         narrow = None if moe.latent_size is None else (moe.latent_size,)
         self.latent_in = latent((embed,), narrow) if narrow else None
         self.latent_out = latent(narrow, (embed,)) if narrow else None
+        own = MoENorms(config, param_dtype=param_dtype) if moe.own_norms else None
+        self.norms = own
         self.dispatch = dispatch
         self.num_experts = moe.num_experts
 
@@ -260,15 +263,21 @@ class MoE(nnx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         experts: Int[Array, "batch seq chosen"] | None = None,
+        stream: Float[Array, "batch seq embed"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Routed]:
         """Returns the output for each token, and what the router chose.
 
         Args:
           x: Tokens.
           experts: Experts of each token; None for those that the router chooses.
+          stream: Residual stream; read by norms of their own alone.
         """
-        experts, weights, logits = self.router(x, experts)
-        read = x if self.latent_in is None else self.latent_in(x)
+        routed = read = x
+        if self.norms is not None:
+            assert stream is not None
+            routed, read = self.norms.to_router(stream), self.norms.input(stream)
+        experts, weights, logits = self.router(routed, experts)
+        read = read if self.latent_in is None else self.latent_in(x)
         if self.experts.moe.weighted_inputs:  # of one expert, so of one weight
             read, weights = read * weights.astype(read.dtype), jnp.ones_like(weights)
         tokens = read.reshape(-1, read.shape[-1])
@@ -293,6 +302,8 @@ class MoE(nnx.Module):
         if self.shared_expert is None:
             return y, Routed(stats, experts)
         shared = self.shared_expert(x)
+        if self.norms is not None:
+            y, shared = self.norms.output(y), self.norms.shared(shared)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(self.shared_gate(x))
         return y + shared, Routed(stats, experts)

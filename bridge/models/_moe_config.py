@@ -47,6 +47,9 @@ class MoEConfig:
       shared_gate: Whether a sigmoid gate per token scales the shared MLP's output.
       weighted_inputs: Whether the weight of the one chosen expert scales its input
         and not its output.
+      own_norms: Whether router and experts read the residual stream through norms of
+        their own, and the outputs of experts and shared MLP are each normed.
+      expert_scale: Whether a learned number of each expert scales its weight.
 
     Raises:
       ValueError: If a field has an invalid value, or fields are inconsistent.
@@ -77,6 +80,8 @@ class MoEConfig:
     shared_intermediate_size: int | None = None
     shared_gate: bool = False
     weighted_inputs: bool = False
+    own_norms: bool = False
+    expert_scale: bool = False
 
     def __post_init__(self):
         """Validates the fields, then their consistency."""
@@ -108,6 +113,10 @@ class MoEConfig:
             wrong += self._inconsistent_groups(self.n_group, self.topk_group)
         if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
             wrong.append("swiglu_limit and swiglu_alpha are set together, or neither")
+        if self.own_norms and self.shared_intermediate_size is None:
+            wrong.append("own_norms: beside an MLP of shared_intermediate_size")
+        if self.own_norms and (self.latent_size or self.weighted_inputs):
+            wrong.append("own_norms: neither with latent_size nor weighted_inputs")
         if self.shared_gate and self.shared_intermediate_size is None:
             wrong.append("shared_gate without shared_intermediate_size gates nothing")
         return wrong
@@ -137,6 +146,7 @@ _OF_SCORES = (
     "n_group",
     "correction_bias",
     "rounded_weights",
+    "expert_scale",
 )
 _SIZES = (
     "num_experts",

@@ -23,6 +23,8 @@ class PositionTables(NamedTuple):
       has_rope: Whether the layer applies a rope; None where nothing depends on it.
       steps: Positions as two summands that are exact in bfloat16, a multiple of
         `STEP` and the rest; None without ALiBi.
+      full: Cosines and sines of full-attention layers whose heads have another width;
+        None for the same.
     """
 
     cos: Table | None = None
@@ -31,6 +33,12 @@ class PositionTables(NamedTuple):
     chunk_start: Int[Array, "batch seq"] | None = None
     has_rope: Bool[Array, ""] | None = None
     steps: Float[Array, "batch seq 2"] | None = None
+    full: "tuple[Table, Table] | None" = None
+
+    def of_full(self) -> "PositionTables":
+        """Returns the tables of full-attention layers with sizes of their own."""
+        assert self.full is not None
+        return PositionTables(*self.full)
 
     def pick(self, index: Int[Array, ""]) -> "PositionTables":
         """Returns the tables of a layer.

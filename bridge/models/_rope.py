@@ -132,6 +132,9 @@ def inverse_frequencies(
     wavelengths = np.float32(base) ** exponents  # divided by 2 pi
     if rope.rope_type == "linear":
         return np.float32(1) / wavelengths / np.float32(rope.factor)
+    if rope.rope_type == "proportional":
+        turned = np.arange(dim // 2) < int(rope.partial_rotary_factor * dim // 2)
+        return np.where(turned, np.float32(1) / wavelengths, np.float32(0))
     if rope.rope_type == "llama3":
         return _stretch_long_wavelengths(np.float32(1) / wavelengths, rope)
     if rope.rope_type == "yarn":

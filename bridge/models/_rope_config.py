@@ -6,7 +6,14 @@ from typing import Literal
 from bridge.models._checks import raise_if, wrong_fields
 
 RopeType = Literal[
-    "default", "linear", "dynamic", "ntk_alpha", "llama3", "yarn", "longrope"
+    "default",
+    "linear",
+    "dynamic",
+    "ntk_alpha",
+    "llama3",
+    "yarn",
+    "longrope",
+    "proportional",
 ]
 
 
@@ -24,7 +31,9 @@ class RopeConfig:
         their length; `ntk_alpha` raises it for all; `llama3` divides only frequencies
         of long wavelengths; `yarn` those of fewer than
         `beta_fast` rotations within the original length, gradually up to the full
-        `factor` at `beta_slow`; `longrope` each by its own divisor.
+        `factor` at `beta_slow`; `longrope` each by its own divisor. `proportional`
+        gives pairs of an entire head its frequencies, but turns only the first of
+        them, a part of `partial_rotary_factor`.
       partial_rotary_factor: Fraction of a head's dims that is rotated.
       interleaved: Whether a pair is two adjacent dims of a head; otherwise the two
         are half of the rotated dims apart.
@@ -114,6 +123,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),
     "ntk_alpha": ("alpha",),
+    "proportional": (),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -135,6 +145,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": (),
     "ntk_alpha": (),
+    "proportional": (),
     "llama3": (),
     "yarn": (
         "attention_factor",

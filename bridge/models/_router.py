@@ -47,6 +47,8 @@ class Router(nnx.Module):
         # would be lost in bfloat16.
         bias = jnp.zeros(config.num_experts, jnp.float32)
         self.correction_bias = nnx.Param(bias) if config.correction_bias else None
+        scales = jnp.ones(config.num_experts, param_dtype)
+        self.expert_scale = nnx.Param(scales) if config.expert_scale else None
         self.config = config
 
     def __call__(
@@ -87,6 +89,9 @@ class Router(nnx.Module):
             # A sum of sigmoids can underflow to 0; a sum of top softmaxes cannot.
             weights /= total + 1e-20 if config.scoring == "sigmoid" else total
         weights *= config.routed_scaling_factor
+        if self.expert_scale is not None:
+            scales = self.expert_scale[...].astype(weights.dtype)
+            weights *= jnp.take(scales, experts, axis=0)
         if config.rounded_weights:
             weights = weights.astype(x.dtype)
         return experts, weights, logits

@@ -42,6 +42,7 @@ class SelfAttention(nnx.Module):
       attention: Attention function, with the signature of `dot_product_attention`.
       constrain: Sharding constraint, applied to latent vectors before they are
         projected to heads.
+      shared_key_value: Whether values are the projected keys.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class SelfAttention(nnx.Module):
         param_dtype: DTypeLike,
         attention: Attention,
         constrain: Constrain,
+        shared_key_value: bool = False,
     ):
         """Initializes the projections, norms and sinks of the config."""
+        self.shared_key_value = shared_key_value
         heads = config.num_attention_heads
         linear = partial(
             Linear, std=config.initializer_range, rngs=rngs, param_dtype=param_dtype
@@ -154,7 +157,11 @@ class SelfAttention(nnx.Module):
         kv_heads = (config.num_key_value_heads, head_dim)
         self.q_proj = linear(embed, heads, bias=config.attention_bias)
         self.k_proj = linear(embed, kv_heads, bias=config.attention_bias)
-        self.v_proj = linear(embed, kv_heads, bias=config.attention_bias)
+        value = None
+        if not self.shared_key_value:
+            value = linear(embed, kv_heads, bias=config.attention_bias)
+        self.v_proj = value
+        self.v_norm = _value_norm(config, kv_heads, param_dtype)
         gated, bias = config.attention_gate, config.attention_bias
         self.q_gate = linear(embed, heads, bias=bias) if gated else None
         self.q_norm = _head_norm(config, heads, param_dtype)
@@ -168,7 +175,9 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "batch seq embed"],
         tables: PositionTables,
     ) -> tuple[Heads, Heads, Heads]:
-        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query, key = self.q_proj(x), self.k_proj(x)
+        value = key if self.v_proj is None else self.v_proj(x)
+        value = value if self.v_norm is None else self.v_norm(value)
         key = scale_by(key, self.multipliers.key)
         if not self.norm_after_rope:
             query, key = self._norm_heads(query, key, tables)
@@ -263,9 +272,7 @@ class LatentAttention(SelfAttention):
         tables: PositionTables,
     ) -> tuple[Heads, Heads, Heads]:
         if self.has_q_lora:
-            latent = self.constrain(self.q_a_proj(x), "tokens")
-            latent = self.constrain(self.q_a_layernorm(latent), "input")
-            query = self.q_b_proj(latent)
+            query = self.q_b_proj(self._query_latent(x))
         else:
             query = self.q_proj(self.constrain(x, "input"))
         query, query_rope = jnp.split(query, [self.nope_head_dim], axis=-1)
@@ -284,6 +291,12 @@ class LatentAttention(SelfAttention):
             jnp.concatenate([key, key_rope], axis=-1),
             value,
         )
+
+    def _query_latent(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> Float[Array, "batch seq q_rank"]:
+        latent = self.constrain(self.q_a_proj(x), "tokens")
+        return self.constrain(self.q_a_layernorm(latent), "input")
 
 
 def attention_scale(config: DecoderConfig) -> float:
@@ -304,6 +317,15 @@ def attention_scale(config: DecoderConfig) -> float:
 def _scaled(query: Heads, tables: PositionTables) -> Heads:
     factor = tables.query_scale
     return query if factor is None else query * factor[:, :, None, None]
+
+
+def _value_norm(
+    config: DecoderConfig, heads: tuple[int, int], param_dtype: DTypeLike
+) -> Norm | None:
+    if not config.value_norm:
+        return None
+    kind, epsilon = config.norm, config.norm_eps
+    return Norm(heads[1:], kind, epsilon, scale=False, param_dtype=param_dtype)
 
 
 def _head_norm(

@@ -93,7 +93,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     """
     raise_if(f"Tensor parallelism over {ranks} ranks", _indivisible(config, ranks))
     whole = ()
-    if config.num_key_value_heads % ranks:
+    full = config.full_attention
+    counts = [config.num_key_value_heads, full.num_key_value_heads if full else 0]
+    if any(count % ranks for count in counts):
         whole += _KV
     if config.vocab_size % ranks:
         whole += _VOCABULARY

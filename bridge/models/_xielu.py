@@ -42,7 +42,7 @@ class XIELU(nnx.Module):
         return jnp.where(x > 0, above, below) + beta * x
 
 
-def constant_paths(config: DecoderConfig) -> tuple[str, ...]:
+def activation_constants(config: DecoderConfig) -> tuple[str, ...]:
     """Returns the paths of an activation's constants, which no gradient trains.
 
     For `FSDPConfig(frozen=...)`; empty for activations without parameters.

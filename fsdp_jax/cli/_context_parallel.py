@@ -86,6 +86,11 @@ def check_context(
             f"cp={cp}, ulysses: the {heads} heads of this model do not divide over cp="
             f"{cp} x tp={tp}. Use the form ring, or fewer ranks."
         )
+    if config.indexer is not None:
+        raise ValueError(
+            f"cp={cp}: an indexer selects {config.indexer.num_selected} keys of a row, "
+            "and each rank would know those of its part. Use cp=1."
+        )
     ropes = (config.rope, config.sliding_rope)
     if any(rope is not None and rope.rope_type == "longrope" for rope in ropes):
         raise ValueError(

@@ -34,8 +34,18 @@ def their_fields(model_type: str) -> dict[str, tuple[Any, ...]]:
     """Each field of transformers' class, with its default before and after init."""
     kind = CONFIG_MAPPING[model_type]
     made = kind()
+    # Of sizes that differ between layers, an attribute has no value.
+    said = made.to_dict()
+    said = said if "per_layer_config" in said else {}
     return {
-        field.name: (field.default, _plain(getattr(made, field.name, field.default)))
+        field.name: (
+            field.default,
+            _plain(
+                said[field.name]
+                if field.name in said
+                else getattr(made, field.name, field.default)
+            ),
+        )
         for field in dataclasses.fields(kind)
     }
 

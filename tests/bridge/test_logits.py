@@ -187,6 +187,14 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "factor of embeddings beside latents": ("minicpm3", {"embedding_multiplier": 2.9}),
     "halves turned of latents": ("minicpm3", {"rope.interleaved": True}),
     "weights of experts beside Mamba": ("jamba", {"moe.norm_topk_prob": True}),
+    "turned part of wide heads": ("gemma4", {"rope.partial_rotary_factor": 0.5}),
+    "rope of wide heads": ("gemma4", {"rope": RopeConfig(1e6)}),
+    "normed values": ("gemma4", {"value_norm": False}),
+    "scores without a scale": ("gemma4", {"attention_multiplier": 0.9}),
+    "weights beside a dense MLP": ("gemma4-experts", {"moe.norm_topk_prob": False}),
+    "selected keys": ("deepseek_v32", {"indexer.num_selected": 11}),
+    "halves turned of an indexer": ("deepseek_v32", {"indexer.interleaved": True}),
+    "pairs turned of an indexer": ("glm_moe_dsa", {"indexer.interleaved": False}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),
 }
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.torch
 ASKED_IN_VAIN = frozenset(
     """
     _heterogeneity_spec base_model_ep_plan base_model_fsdp_plan output_cross_attentions
+    output_router_logits serialize_explicit_per_layer_config
     vision_aspect_ratio vision_feature_layer vision_feature_select_strategy
     """.split()
 )

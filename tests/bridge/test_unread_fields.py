@@ -53,6 +53,17 @@ PUBLISHED = {
         {"sliding_window_size"},
     ),
     "gpt-oss-20b-unsloth": ("gpt_oss", {"unsloth_fixed": True}, {"unsloth_fixed"}),
+    "GLM-5.2": (
+        "glm_moe_dsa",
+        {
+            "head_dim": 192,
+            "index_share_for_mtp_iteration": True,
+            "moe_router_dtype": "float32",
+            "rope_interleave": True,
+        },
+        {"index_share_for_mtp_iteration", "moe_router_dtype"},
+    ),
+    "Llama-4-Scout": ("llama4", {"no_rope_layers": []}, set()),
     "Phi-4-mini": (
         "phi3",
         {

@@ -56,6 +56,7 @@ LATENT = {
     # Not what the latent vectors are normed with.
     "rms_norm_eps": 1e-3,
 }
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 10}
 OF_MINICPM3 = (
     *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "rms_norm_eps"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -82,6 +83,13 @@ MAMBA = {
     "mamba_chunk_size": 16,
 }
 WINDOW = {"sliding_window": 9}
+FULL_HEADS = {
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    **WINDOW,
+}
 TWO = {"num_hidden_layers": 2}
 ALTERNATING = {
     **TWO,
@@ -179,6 +187,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
         **WINDOW,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        **FULL_HEADS,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4-experts": {
+        "model_type": "gemma4_text",
+        **FULL_HEADS,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
     },
     "phi3": {"model_type": "phi3"},
     "phi3-longrope-short": {
@@ -290,6 +312,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "first_k_dense_replace": 2,
         # An export announces none, and tests compare configs before and after.
+        "num_nextn_predict_layers": 0,
+    },
+    "deepseek_v32": {
+        "model_type": "deepseek_v32",
+        **LATENT,
+        **INDEXER,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        **LATENT,
+        **INDEXER,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "full", "shared", "full"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "num_nextn_predict_layers": 0,
     },
     "gemma": {"model_type": "gemma", "head_dim": 16, **TWO},

@@ -43,6 +43,8 @@ def randomize(model: torch.nn.Module, model_type: str) -> None:
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
                 buffer.copy_(torch.randn(buffer.shape) * 0.3)
+            if "layer_scalar" in name:
+                buffer.copy_(1 + torch.randn(buffer.shape) * 0.3)
 
 
 # Families whose files hold the scales of norms less one.

@@ -1,0 +1,19 @@
+"""Paths of parameters that no gradient trains."""
+
+from bridge.models._config import DecoderConfig
+from bridge.models._indexed_attention import indexer_paths
+from bridge.models._xielu import activation_constants
+
+
+def constant_paths(config: DecoderConfig) -> tuple[str, ...]:
+    """Returns the paths of constants of activations and layers, and of indexers.
+
+    For `FSDPConfig(frozen=...)`; empty without either. An indexer selects keys, which
+    is not differentiable.
+
+    Args:
+      config: Config of the decoder.
+    """
+    scales = tuple(f"{stack.path}.layer_scalar" for stack in config.layer_stacks)
+    own = scales if config.layer_scale else ()
+    return activation_constants(config) + indexer_paths(config) + own

@@ -1,0 +1,32 @@
+"""Config of the full-attention layers of a decoder whose other layers slide."""
+
+import dataclasses
+
+from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttentionConfig:
+    """Sizes of full-attention layers, where sliding ones have those of the decoder.
+
+    Args:
+      head_dim: Width of a head.
+      num_key_value_heads: Number of key and value heads.
+      shared_key_value: Whether values are the projected keys, before their norm and
+        rope.
+
+    Raises:
+      ValueError: If a field has an invalid value.
+
+    Source: transformers `modeling_gemma4.py::Gemma4TextAttention`.
+    """
+
+    head_dim: int
+    num_key_value_heads: int
+    shared_key_value: bool = False
+
+    def __post_init__(self):
+        """Validates the fields."""
+        sizes = ("head_dim", "num_key_value_heads")
+        wrong = wrong_fields(self) or wrong_sizes(self, sizes)
+        raise_if("FullAttentionConfig", wrong)

@@ -1,0 +1,34 @@
+"""Config of the indexer of sparse attention."""
+
+import dataclasses
+
+from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+    """Sizes of an indexer, which selects the keys that each query attends to.
+
+    Args:
+      num_heads: Number of its heads.
+      head_dim: Width of its heads.
+      num_selected: Number of keys that are selected for a query.
+      interleaved: Whether the rope of its heads turns two adjacent dims.
+
+    Raises:
+      ValueError: If a field has an invalid value.
+
+    Source: DeepSeek-V3.2-Exp, section 2.1; transformers
+      `modeling_deepseek_v32.py::DeepseekV32Indexer`.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_selected: int
+    interleaved: bool = False
+
+    def __post_init__(self):
+        """Validates the fields."""
+        sizes = ("num_heads", "head_dim", "num_selected")
+        wrong = wrong_fields(self) or wrong_sizes(self, sizes)
+        raise_if("IndexerConfig", wrong)
