@@ -78,13 +78,23 @@ def reshard(
 ) -> dict[str, jax.Array]:
     """Reshards arrays that were read in finer parts to the shardings of `wanted`.
 
-    Every process must call this, with the same names.
+    Every process must call this, with the same names in the same order. The parts of
+    one array are deleted before the next is exchanged, so that those of one array at a
+    time are held twice.
     """
-    finer = {n: x for n, x in arrays.items() if x.sharding != wanted[n].sharding}
-    if not finer:
-        return arrays
-    shardings = {name: wanted[name].sharding for name in finer}
-    return arrays | jax.jit(lambda x: x, out_shardings=shardings)(finer)
+    exchanged = dict(arrays)
+    for name, x in arrays.items():
+        sharding = wanted[name].sharding
+        if x.sharding != sharding:
+            exchanged[name] = jax.block_until_ready(_to_sharding(sharding)(x))
+            if not x.sharding.is_equivalent_to(sharding, x.ndim):
+                x.delete()
+    return exchanged
+
+
+@functools.cache
+def _to_sharding(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from orbax.checkpoint._src.futures.future import CommitFuture
 from tiny_configs import hf_fields
 
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint._read import reshard
 from fsdp_jax.cli import main
 
 pytestmark = pytest.mark.versions
@@ -81,6 +82,30 @@ def test_a_train_state_holds_nothing_twice(tmp_path):
     fsdp.save(tmp_path, state)
     one = 256 * 128 * 4
     assert 0 < size_of(tmp_path) - 3 * one < 2 * MANIFEST  # and Adam's two moments
+
+
+def test_parts_that_are_exchanged_are_held_twice_for_one_array_at_a_time():
+    mesh = fsdp.make_mesh()
+    split = NamedSharding(mesh, PartitionSpec("dp_shard"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    values = {name: np.arange(16.0) + i for i, name in enumerate("abc")}
+    parts = {name: jax.device_put(x, split) for name, x in values.items()}
+    parts["kept"] = jax.device_put(np.ones(8), whole)
+    held = []
+
+    class Wanted(dict):
+        def __getitem__(self, name):
+            held.append([n for n in "abc" if not parts[n].is_deleted()])
+            return super().__getitem__(name)
+
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in parts.items()}
+    wanted = Wanted({n: x.update(sharding=whole) for n, x in shapes.items()})
+    got = reshard(parts, wanted)
+    assert held == [["a", "b", "c"], ["b", "c"], ["c"], []]
+    for name, value in values.items():
+        np.testing.assert_array_equal(got[name], value)
+        assert got[name].sharding == whole
+    assert got["kept"] is parts["kept"]
 
 
 def test_of_a_view_into_a_large_array_only_the_view_is_stored(tmp_path):

@@ -156,14 +156,14 @@ def test_kernels_of_heads_are_matrices_and_go_on_elsewhere(tmp_path):
     random = np.random.default_rng(0)
     grads = kernels_of(lambda s: jnp.asarray(random.normal(size=s), jnp.float32))
     rows = {"layers.q": 1, "layers.o": 2}
-    tp = {"tensor_parallel": {"layers.q": 1, "layers.o": 0}}
+    tp = {"layers.q": 1, "layers.o": 0}
 
     def planned(num_devices, **mesh):
         return fsdp.fully_shard(
             lambda key: kernels_of(jnp.ones),
             fsdp.make_mesh(devices=jax.devices()[:num_devices], **mesh),
             [fsdp.Stacked("layers")],
-            fsdp.FSDPConfig(**(tp if mesh else {})),
+            fsdp.FSDPConfig(tensor_parallel=tp if mesh else {}),
         )
 
     def updates(plan, state=None):
