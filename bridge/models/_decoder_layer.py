@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window, dot_product_attention
+from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
@@ -99,6 +100,7 @@ class DecoderLayer(nnx.Module):
       recurrence: Function that runs mixers with a state, with the signature of
         `plain_recurrence`.
       product: Product of the projections of attention and MLPs.
+      batch_parts: Parts of the rows that run side by side, as for `Decoder`.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class DecoderLayer(nnx.Module):
         constrain: Constrain = unconstrained,
         recurrence: Recurrence = plain_recurrence,
         product: Product = plain_product,
+        batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
         placement = config.norm_placement
@@ -143,6 +146,7 @@ class DecoderLayer(nnx.Module):
         self.is_latent = config.mla is not None
         self.constrain = constrain
         self.recurrence = recurrence
+        self.batch_parts = batch_parts
         for linear in _projections(self):
             linear.product = product
 
@@ -175,10 +179,6 @@ class DecoderLayer(nnx.Module):
         x = checkpoint_name(x, LAYER_INPUT)
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
-        if self.mixer is None:
-            return _output(*self._feed(x, experts), cache)
-        normed = _apply(self.input_layernorm, x)
-        normed_input = self.constrain(normed, "input")
         context = _Context(
             _pick(tables, per_layer.get("table")),
             per_layer.get("window"),
@@ -186,6 +186,26 @@ class DecoderLayer(nnx.Module):
             slots,
             is_token,
         )
+        if self.batch_parts == 1 or slots is not None:
+            return self._run(x, experts, context, cache)
+        outputs = []
+        parts = split_rows((x, experts, context), len(x), self.batch_parts)
+        for own, chosen, around in parts:
+            outputs.append(self._run(own, chosen, around, cache))
+        return join_rows(outputs)
+
+    def _run(
+        self,
+        x: Stream,
+        experts: Experts | None,
+        context: "_Context",
+        cache: LayerState | None,
+    ) -> LayerOutput:
+        """Runs the layer on some rows."""
+        if self.mixer is None:
+            return _output(*self._feed(x, experts), cache)
+        normed = _apply(self.input_layernorm, x)
+        normed_input = self.constrain(normed, "input")
         if self.mixer == "attention_mamba":
             mixer_output, cache = self._mix_both(normed_input, cache, context)
         elif self.mixer == "attention":
