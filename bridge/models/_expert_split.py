@@ -1,7 +1,7 @@
 """Experts whose width XLA splits over a mesh axis, computed by each rank's part."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +60,8 @@ def run_split(
     """
     ranks = jax.sharding.get_abstract_mesh().shape[axis]
     whole = PartitionSpec()
-    bias = None if kernels.up_bias is None else _last(kernels.up_bias, axis)
-    specs = ExpertKernels(
-        _last(kernels.up, axis), bias, PartitionSpec(None, axis, None)
-    )
+    specs: Any = jax.tree.map(lambda kernel: _last(kernel, axis), kernels)
+    specs = specs._replace(down=PartitionSpec(None, axis, None))
     by_rank = PartitionSpec(axis)
     is_static = isinstance(group_sizes, np.ndarray)
 
