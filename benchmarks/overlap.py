@@ -29,7 +29,7 @@ import optax
 import result
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from overlap_decoders import DECODERS, measure_decoder, options_for
+from overlap_decoders import DECODERS, measure_decoder
 from overlap_figures import temporaries, times
 
 import fsdp_jax as fsdp
@@ -362,8 +362,8 @@ def main():
     if args.dump:
         args.dump.mkdir(parents=True, exist_ok=True)
     if args.decoder:
-        rows = [measure_decoder(args.decoder, TX, args.dump)]
-        options = options_for(DECODERS[args.decoder])
+        rows = measure_decoder(args.decoder, TX, args.dump)
+        options = rows[0]["compiler_options"]
     else:
         rows = measure_all(args.gpus, args.forms, args.microbatches, args.dump)
         options = fsdp.training.compiler_options()

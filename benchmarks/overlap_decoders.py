@@ -10,14 +10,16 @@ import jax.numpy as jnp
 from overlap_figures import by_axes, temporaries, times
 
 import fsdp_jax as fsdp
-from bridge.models import DecoderConfig, MoEConfig, RopeConfig
+from bridge.models import DecoderConfig, MLAConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._context_parallel import abstract_rows
 from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
+from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._stages import Schedule
+from fsdp_jax.training._compiler_options import options_of
 from fsdp_jax.training._memory_check import compiled_bytes
 
 
@@ -35,6 +37,7 @@ class DecoderCase:
       saved: Names of what is kept for backward; all else is computed again.
       microbatches: In a step.
       zero: Its strategy.
+      batch_parts: Parts of a rank's rows that a layer runs side by side, each tried.
     """
 
     config: DecoderConfig
@@ -46,8 +49,9 @@ class DecoderCase:
     saved: tuple[str, ...] = ()
     microbatches: int = 1
     zero: int = 3
+    batch_parts: tuple[int, ...] = (1,)
 
-    def lower(self, tx):
+    def lower(self, tx, parts):
         """Its plan, its step lowered for GPUs that are not here, and its memory."""
         devices = gpu_devices(GPUS["h200"], self.gpus)
         mesh = fsdp.make_mesh(**self.mesh, devices=devices)
@@ -60,7 +64,8 @@ class DecoderCase:
             remat_policy=jax.checkpoint_policies.save_only_these_names(*self.saved),
         )
         routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
-        plan = plan_decoder(self.config, mesh, config, routing, prefetch=1, unroll=2)
+        how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
+        plan = plan_decoder(self.config, mesh, config, routing, **how)
         cp, shared = mesh.shape["cp"], mesh.shape["tp"] * mesh.shape["pp"]
         rows = self.rows * (self.gpus // (cp * shared)) * self.microbatches
         step = fsdp.make_train_step(
@@ -115,6 +120,38 @@ MIXTRAL_8X7B = DecoderConfig(
     ),
 )
 
+DEEPSEEK_V3 = DecoderConfig(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    max_position_embeddings=4096,
+    rope=RopeConfig(rope_theta=1e4, interleaved=True),
+    mla=MLAConfig(
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+    moe=MoEConfig(
+        num_experts=256,
+        num_experts_per_tok=8,
+        intermediate_size=2048,
+        shared_intermediate_size=2048,
+        scoring="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        correction_bias=True,
+        n_group=8,
+        topk_group=4,
+        group_scoring="top2_sum",
+    ),
+    dense_layers=(0, 1, 2),
+)
+
 DECODERS = {
     "llama-3-8b-cp": DecoderCase(
         LLAMA_3_8B,
@@ -124,24 +161,37 @@ DECODERS = {
         seq=131072,
         saved=("context_attention",),
     ),
-    "llama-3-70b": DecoderCase(LLAMA_3_70B, 64, {"tp": 8}, rows=4),
+    "llama-3-70b": DecoderCase(LLAMA_3_70B, 64, {"tp": 8}, rows=4, batch_parts=(1, 2)),
     # Stages of 20 layers, gathered once a step: 17 billion weights.
     "llama-3-70b-pp": DecoderCase(
         LLAMA_3_70B, 64, {"pp": 4}, rows=2, microbatches=16, zero=2
     ),
     "mixtral-8x7b": DecoderCase(
-        MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, capacity_factor=1.0
+        MIXTRAL_8X7B,
+        64,
+        {"ep": 8},
+        rows=4,
+        capacity_factor=1.0,
+        batch_parts=(1, 2),
+    ),
+    "deepseek-v3": DecoderCase(
+        DEEPSEEK_V3,
+        256,
+        {"ep": 64},
+        rows=4,
+        capacity_factor=1.0,
+        batch_parts=(1, 2),
+    ),
+    "mixtral-8x7b-dropless": DecoderCase(
+        MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, batch_parts=(1, 2)
     ),
 }
 """What `--decoder` takes."""
 
-OVER = {"tensor_parallel": "tp", "context_parallel": "cp"}
 
-
-def options_for(case):
-    """What XLA is told."""
-    parallel = {name: case.mesh.get(axis, 1) > 1 for name, axis in OVER.items()}
-    return fsdp.training.compiler_options(**parallel)
+def options_for(plan):
+    """What XLA is told: what a step of this plan tells it."""
+    return options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
 
 
 def bubble(plan, microbatches):
@@ -152,14 +202,21 @@ def bubble(plan, microbatches):
 
 
 def measure_decoder(name, tx, dump):
-    """A whole model, and over which axes it waits."""
-    case, started = DECODERS[name], time.perf_counter()
-    plan, lowered, memory = case.lower(tx)
-    options = options_for(case)
+    """A whole model, and over which axes it waits, by parts of a batch."""
+    case = DECODERS[name]
+    return [measure_parts(name, case, parts, tx, dump) for parts in case.batch_parts]
+
+
+def measure_parts(name, case, parts, tx, dump):
+    started = time.perf_counter()
+    plan, lowered, memory = case.lower(tx, parts)
+    options = options_for(plan)
     cost = GPUS["h200"].cost
     scheduled = compile_scheduled(lowered, cost, case.gpus, options)
     if dump:
-        (dump / f"{name}_{case.gpus}.hlo").write_text(scheduled.compiled.as_text())
+        (dump / f"{name}_{parts}_{case.gpus}.hlo").write_text(
+            scheduled.compiled.as_text()
+        )
     return {
         "form": name,
         "gpus": case.gpus,
@@ -167,6 +224,7 @@ def measure_decoder(name, tx, dump):
         "sequences_a_rank": case.rows,
         "tokens_a_sequence": case.seq,
         "microbatches": case.microbatches,
+        "batch_parts": parts,
         **bubble(plan, case.microbatches),
         **times(scheduled, cost, case.gpus),
         "over": by_axes(scheduled.timeline, plan.mesh),
@@ -174,5 +232,6 @@ def measure_decoder(name, tx, dump):
         "memory_gb": round(compiled_bytes(scheduled.compiled) / 1e9, 3),
         "memory_predicted_gb": round(memory.total / 1e9, 3),
         "guided": scheduled.guided,
+        "compiler_options": options,
         "compile_s": round(time.perf_counter() - started, 1),
     }

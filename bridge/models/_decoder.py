@@ -68,6 +68,16 @@ class Decoder(nnx.Module):
         its own longest text.
       recurrence: Function that runs mixers with a state, with the signature of
         `plain_recurrence`.
+      batch_parts: Parts of the rows that a layer runs side by side, so that one part
+        computes while tokens of another are communicated over `tp` or `ep`; 1 for all
+        rows at once. No row depends on it, but for what is a property of a batch: the
+        tokens that experts of a fixed capacity drop, and the scales of
+        `float8_product`. Generation with a cache runs all rows at once.
+
+    Raises:
+      ValueError: If `batch_parts` is less than 1.
+
+    Source: Domino (arXiv:2409.15241), for `batch_parts`.
     """
 
     def __init__(
@@ -83,6 +93,7 @@ class Decoder(nnx.Module):
         product: Product = plain_product,
         positions: Positions = positions_in_order,
         recurrence: Recurrence = plain_recurrence,
+        batch_parts: int = 1,
     ):
         """Initializes all weights; under `nnx.eval_shape`, only their shapes."""
         if config.indexer is not None and positions is not positions_in_order:
@@ -90,6 +101,8 @@ class Decoder(nnx.Module):
                 "indexer: it selects among all keys of a row, and these positions are "
                 "of a part of each row. Use cp=1."
             )
+        if batch_parts < 1:
+            raise ValueError(f"batch_parts={batch_parts}: at least 1.")
         self.config = config
         self.scan = scan
         self.constrain = constrain
@@ -118,6 +131,7 @@ class Decoder(nnx.Module):
                     constrain=constrain,
                     recurrence=recurrence,
                     product=product,
+                    batch_parts=batch_parts,
                 )
 
             return make_layers(rngs)

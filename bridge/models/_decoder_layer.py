@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window, dot_product_attention
+from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
@@ -109,6 +110,7 @@ class DecoderLayer(nnx.Module):
       recurrence: Function that runs mixers with a state, with the signature of
         `plain_recurrence`.
       product: Product of the projections of attention and MLPs.
+      batch_parts: Parts of the rows that run side by side, as for `Decoder`.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class DecoderLayer(nnx.Module):
         constrain: Constrain = unconstrained,
         recurrence: Recurrence = plain_recurrence,
         product: Product = plain_product,
+        batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
         placement = config.norm_placement
@@ -156,6 +159,7 @@ class DecoderLayer(nnx.Module):
         self.is_indexed = kind.attends and config.indexer is not None
         self.constrain = constrain
         self.recurrence = recurrence
+        self.batch_parts = batch_parts
         for linear in _projections(self):
             linear.product = product
 
@@ -191,10 +195,6 @@ class DecoderLayer(nnx.Module):
         x = x.stream if isinstance(x, SelectedStream) else x
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
-        if self.mixer is None:
-            return _output(*self._feed(x, experts), cache)
-        normed = _apply(self.input_layernorm, x)
-        normed_input = self.constrain(normed, "input")
         own = _pick(tables, per_layer.get("table"))
         context = _Context(
             own.of_full() if self.is_full else own,
@@ -204,6 +204,25 @@ class DecoderLayer(nnx.Module):
             is_token,
             None if selected is None else selected > 0,
         )
+        if self.batch_parts == 1 or slots is not None:
+            return self._run(x, selected, experts, context, cache)
+        rows = (x, selected, experts, context)
+        parts = split_rows(rows, len(x), self.batch_parts)
+        return join_rows([self._run(*part, cache) for part in parts])
+
+    def _run(
+        self,
+        x: Stream,
+        selected: Selected | None,
+        experts: Experts | None,
+        context: "_Context",
+        cache: LayerState | None,
+    ) -> LayerOutput:
+        """Runs the layer on some rows."""
+        if self.mixer is None:
+            return _output(*self._feed(x, experts), cache)
+        normed = _apply(self.input_layernorm, x)
+        normed_input = self.constrain(normed, "input")
         if self.mixer == "attention_mamba":
             mixer_output, cache = self._mix_both(normed_input, cache, context)
         elif self.is_indexed:

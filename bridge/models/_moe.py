@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._config import DecoderConfig
+from bridge.models._expert_split import ExpertKernels, run_split, split_axis
 from bridge.models._grouped import grouped_matmul
 from bridge.models._linear import Linear
 from bridge.models._mlp import ACTIVATIONS, MLP
@@ -136,27 +137,44 @@ class Experts(nnx.Module):
                 "the dispatch has to send tokens to other ranks: "
                 "Decoder(dispatch=fsdp_jax.ops.expert_parallel_dispatch)."
             )
+        up = self.up_proj if self.gate_up_proj is None else self.gate_up_proj
+        assert up is not None
+        bias = self.gate_up_bias
+        kernels = ExpertKernels(up[...], None if bias is None else bias[...], down)
+        run = partial(self._apply, expected_rows=expected_rows)
+        axis = split_axis(down.shape[1])
+        if axis is None:
+            y = run(kernels, x, group_sizes)
+        else:
+            y = run_split(run, axis, kernels, x, group_sizes)
+        if self.down_bias is not None:
+            y += jnp.take(self.down_bias[...], _owners(x, group_sizes), axis=0)
+        return y
+
+    def _apply(
+        self,
+        kernels: ExpertKernels,
+        x: Rows,
+        group_sizes: Sizes,
+        *,
+        expected_rows: int | None,
+    ) -> Rows:
+        """Applies experts, or a part of the width of each, without the last bias."""
         product = partial(
-            _product, group_sizes=group_sizes, expected_rows=expected_rows
+            grouped_matmul, group_sizes=group_sizes, expected_rows=expected_rows
         )
         if self.gate_up_proj is None:
-            assert self.up_proj is not None
-            inside = ACTIVATIONS[self.activation](product(x, self.up_proj[...]))
-            return product(inside, down)
-        owner = None
-        gate, up = _halves(x, self.gate_up_proj[...], product)
-        if self.gate_up_bias is not None:
-            # Expert of each row; padding rows get the last expert and are not used.
-            owner = jnp.repeat(
-                jnp.arange(experts), group_sizes, total_repeat_length=x.shape[0]
-            )
-            of_gate, of_up = jnp.moveaxis(self.gate_up_bias[...], 1, 0)
-            gate += jnp.take(of_gate, owner, axis=0)
-            up += jnp.take(of_up, owner, axis=0)
-        y = product(self._activate(gate, up), down)
-        if self.down_bias is not None and owner is not None:
-            y += jnp.take(self.down_bias[...], owner, axis=0)
-        return y
+            inside = ACTIVATIONS[self.activation](product(x, kernels.up))
+            return product(inside, kernels.down)
+        experts, embed, _, width = kernels.up.shape
+        both = product(x, kernels.up.reshape(experts, embed, 2 * width))
+        gate, up = jnp.split(both, 2, axis=-1)
+        if kernels.up_bias is not None:
+            owners = _owners(x, group_sizes)
+            of_gate, of_up = jnp.moveaxis(kernels.up_bias, 1, 0)
+            gate += jnp.take(of_gate, owners, axis=0)
+            up += jnp.take(of_up, owners, axis=0)
+        return product(self._activate(gate, up), kernels.down)
 
     def _activate(self, gate: Array, up: Array) -> Array:
         limit, alpha = self.moe.swiglu_limit, self.moe.swiglu_alpha
@@ -166,47 +184,10 @@ class Experts(nnx.Module):
         return (up + 1) * gate * jax.nn.sigmoid(gate * alpha)
 
 
-def _halves(
-    x: Rows,
-    kernel: Float[Array, "experts embed 2 width"],
-    product: Callable[..., Float[Array, "rows width"]],
-) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
-    """Returns gate and up projections of rows sorted by expert.
-
-    Computed as one product, unless XLA shards the width: the halves of the concatenated
-    product would then be on other devices than needed, and XLA would communicate rows.
-    """
-    if _is_split():
-        return (
-            product(x, kernel[:, :, 0]),
-            product(x, kernel[:, :, 1]),
-        )
-    experts, embed, _, width = kernel.shape
-    kernel = kernel.reshape(experts, embed, 2 * width)
-    gate, up = jnp.split(product(x, kernel), 2, axis=-1)
-    return gate, up
-
-
-def _product(
-    x: Rows,
-    kernel: Float[Array, "experts embed width"],
-    group_sizes: Sizes,
-    expected_rows: int | None,
-) -> Float[Array, "rows width"]:
-    """Multiplies each row by its expert's matrix.
-
-    Without a loop over blocks if XLA shards the matrix: it would add one collective per
-    block to sum the partial products.
-    """
-    if _is_split():
-        return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
-    return grouped_matmul(x, kernel, group_sizes, expected_rows=expected_rows)
-
-
-def _is_split() -> bool:
-    """Returns whether a mesh axis is automatic: the one of tensor parallelism."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+def _owners(x: Rows, group_sizes: Sizes) -> Int[Array, " rows"]:
+    """Returns the expert of each row; padding rows get the last and are not used."""
+    experts = jnp.arange(len(group_sizes))
+    return jnp.repeat(experts, group_sizes, total_repeat_length=len(x))
 
 
 class Routed(NamedTuple):

@@ -53,6 +53,7 @@ def plan_decoder(
     cp_form: CPForm = "ring",
     attention: WantedKernel = "auto",
     products: Products = "param_dtype",
+    batch_parts: int = 1,
     sequences: Mapping[str, int] = SEQUENCES,
     scored: bool = False,
 ) -> fsdp.Plan:
@@ -71,6 +72,7 @@ def plan_decoder(
       cp_form: Context-parallel attention algorithm.
       attention: Attention kernel; auto for the first that the devices can run.
       products: Format of the operands of projections of attention and MLPs.
+      batch_parts: Parts of a rank's rows that a layer runs side by side.
       sequences: Dim of each leaf of a batch that is split over `cp`.
       scored: Whether a score head replaces the output projection (`ScoredDecoder`).
     """
@@ -94,7 +96,8 @@ def plan_decoder(
             routing,
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
             decoder_options(cp, cp_form, attention)
-            | ({"product": float8_product} if products == "float8" else {}),
+            | ({"product": float8_product} if products == "float8" else {})
+            | {"batch_parts": batch_parts},
         ),
         mesh,
         units=[DecoderLayer],

@@ -16,6 +16,7 @@ _MIB = 1 << 20
 KNOBS = (
     Knob("unroll", (1, 2, 4)),
     Knob("prefetch", (0, 1, 2)),
+    Knob("batch_parts", (1, 2)),
     Knob("remat", ("nothing", "dots", "all")),
     Knob("reshard", (True, False)),
     Knob("xla_gpu_all_gather_combine_threshold_bytes", (128 * _MIB, 1024 * _MIB)),

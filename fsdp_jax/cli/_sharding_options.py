@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -58,6 +59,8 @@ class Strategy:
         Default ring.
       attention: Attention kernel: cudnn, flash (Pallas), xla, or the first of them that
         the GPU can run (auto).
+      batch_parts: Parts of a rank's rows that a layer runs side by side: one computes
+        while tokens of another are communicated over tp, ep or cp.
       schedule: Pipeline schedule: 1f1b or gpipe, which saves more activations. Default
         1f1b.
       virtual_stages: Parts of the layers per pipeline stage. Default 1.
@@ -71,6 +74,7 @@ class Strategy:
     unroll: int = 1
     cp_form: Unset[CPForm] = None
     attention: WantedKernel = "auto"
+    batch_parts: int = 1
     schedule: Unset[ScheduleName] = None
     virtual_stages: Unset[int] = None
 
@@ -88,7 +92,7 @@ class Strategy:
         Raises:
           ValueError: If a number is out of range or an option needs another axis.
         """
-        lowest = {"zero": 0, "prefetch": 0, "unroll": 1}
+        lowest = {"zero": 0, "prefetch": 0, "unroll": 1, "batch_parts": 1}
         lowest |= {"outer": 0, "virtual_stages": 1}
         highest = {"zero": 3, "outer": 1}
         wrong = []
@@ -135,4 +139,31 @@ class Strategy:
             pipeline=fsdp.PipelineConfig(
                 self.schedule or "1f1b", self.virtual_stages or 1
             ),
+        )
+
+
+def check_batch_parts(parts: int, rows: int, microbatches: int, mesh: Mesh) -> None:
+    """Raises a `ValueError` if there are fewer rows than parts, or nothing to hide.
+
+    Args:
+      parts: Parts of a rank's rows.
+      rows: Rows of a global batch.
+      microbatches: Microbatches a step.
+      mesh: Device mesh.
+    """
+    if parts == 1:
+        return
+    sizes = {axis: mesh.shape[axis] for axis in ("tp", "ep", "cp")}
+    if all(size == 1 for size in sizes.values()):
+        raise ValueError(
+            f"--batch-parts {parts} has no effect with tp=1, ep=1, cp=1: layers "
+            "communicate no tokens."
+        )
+    ranks = math.prod(mesh.shape[axis] for axis in ("dp_outer", "dp_shard", "ep"))
+    own = rows // (ranks * microbatches)
+    if own < parts:
+        raise ValueError(
+            f"--batch-parts {parts}: {rows} rows, {ranks} ranks and {microbatches} "
+            f"microbatches give a rank {own} at a time. Use --batch "
+            f"{parts * ranks * microbatches}, or --batch-parts {max(own, 1)}."
         )

@@ -23,7 +23,7 @@ from fsdp_jax.cli._precision import (
     Products,
 )
 from fsdp_jax.cli._routing import Routing
-from fsdp_jax.cli._sharding_options import Strategy
+from fsdp_jax.cli._sharding_options import Strategy, check_batch_parts
 from fsdp_jax.cli._user_model import UserModel
 from fsdp_jax.planner import (
     GPU,
@@ -138,10 +138,13 @@ class StepSpec:
             cp_form=self.strategy.cp_algorithm,
             attention=self.strategy.attention,
             products=self.products,
+            batch_parts=self.strategy.batch_parts,
         )
         rows = self.rows
         if rows is None:
             rows = self.gpus // (cp * tp * stages) * self.microbatches
+        parts = self.strategy.batch_parts
+        check_batch_parts(parts, rows, self.microbatches, mesh)
         return plan, loss_of(fused=self.fused_loss), abstract_rows(rows, self.seq, cp)
 
     def _sharding(self, mesh: Mesh) -> fsdp.FSDPConfig:

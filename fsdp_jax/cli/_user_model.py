@@ -98,6 +98,8 @@ def check_effect(options: Any) -> None:
         wrong.append("cp_form")
     if is_own and options.strategy.attention != "auto":
         wrong.append("attention")
+    if is_own and options.strategy.batch_parts != 1:
+        wrong.append("batch_parts")
     if wrong:
         shown = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ValueError(

@@ -77,10 +77,12 @@ class UnitBytes:
     Attributes:
       weights: Unsharded weights in compute dtype; 0 if no unit is gathered.
       gradients: Unreduced gradients in the dtype in which they are reduced.
+      scattered: Gradients after their reduce-scatter, in that dtype.
     """
 
     weights: int
     gradients: int
+    scattered: int
 
 
 def unit_bytes(mesh: Mesh, params: Sequence[ParamPlan]) -> UnitBytes:
@@ -88,7 +90,17 @@ def unit_bytes(mesh: Mesh, params: Sequence[ParamPlan]) -> UnitBytes:
     weights = _largest_unit(mesh, params, {})
     gradient = max((p.precision.grad_comm.itemsize for p in params), default=1)
     compute = min((p.precision.param.itemsize for p in params), default=1)
-    return UnitBytes(weights, weights * gradient // compute)
+    scattered: dict[str, int] = {}
+    for param in params:
+        if not _is_always_unsharded(param):
+            ranks = math.prod(mesh.shape[a] for a in param.placements.gradient)
+            size = _unsharded_bytes(mesh, param, param.num_stacked) // ranks
+            scattered[param.unit] = scattered.get(param.unit, 0) + size
+    return UnitBytes(
+        weights,
+        weights * gradient // compute,
+        max(scattered.values(), default=0) * gradient // compute,
+    )
 
 
 def _largest_unit(

@@ -45,6 +45,8 @@ _BY_VERSION: dict[tuple[int, ...], Options] = {
 _TENSOR_PARALLEL: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
+# The same with tokens that are sent to experts over ep.
+_EXPERT_PARALLEL = _TENSOR_PARALLEL
 # In the backward pass of ring attention, keys and values are sent to the next rank,
 # gradients arrive from the previous one, and weights are prefetched for the next layer.
 _CONTEXT_PARALLEL: Options = {
@@ -57,6 +59,7 @@ def compiler_options(
     *,
     tensor_parallel: bool = False,
     context_parallel: bool = False,
+    expert_parallel: bool = False,
 ) -> Options:
     """Returns XLA:GPU options for overlapped communication and collective timeouts.
 
@@ -74,6 +77,8 @@ def compiler_options(
         activations are communicated between the gathers of weights.
       context_parallel: Whether the mesh has more than one device on `cp`, so that keys
         and values are communicated as well.
+      expert_parallel: Whether the mesh has more than one device on `ep`, so that tokens
+        are sent to experts between the gathers of weights.
 
     Returns:
       A new dict that the caller may modify, with the option names of this version. A
@@ -87,7 +92,9 @@ def compiler_options(
     known = [number for number in _BY_VERSION if number <= wanted]
     if not known:
         raise ValueError(f"jaxlib {version} is older than 0.10, the oldest known here.")
-    more = _TENSOR_PARALLEL if tensor_parallel else {}
+    more = _EXPERT_PARALLEL if expert_parallel else {}
+    if tensor_parallel:
+        more = _TENSOR_PARALLEL
     if context_parallel:
         more = _CONTEXT_PARALLEL
     return {**_BY_VERSION[known[-1]], **_thresholds(None), **more}
@@ -96,7 +103,9 @@ def compiler_options(
 def options_of(mesh: Mesh, unit_bytes: UnitBytes | None = None) -> Options:
     """Returns the compiler options for the axes of a mesh and the units of a plan."""
     options = compiler_options(
-        tensor_parallel=mesh.shape["tp"] > 1, context_parallel=mesh.shape["cp"] > 1
+        tensor_parallel=mesh.shape["tp"] > 1,
+        context_parallel=mesh.shape["cp"] > 1,
+        expert_parallel=mesh.shape["ep"] > 1,
     )
     return options | _thresholds(unit_bytes)
 
@@ -116,13 +125,14 @@ def options_for(
 
 def _thresholds(unit: UnitBytes | None) -> Options:
     """Returns the bytes up to which XLA combines collectives of a kind."""
-    gathered, reduced = _MOST_GATHERED, _MOST_REDUCED
+    gathered, scattered, reduced = _MOST_GATHERED, _MOST_REDUCED, _MOST_REDUCED
     if unit and unit.weights:
         gathered = min(gathered, unit.weights)
         reduced = min(reduced, unit.gradients)
+        scattered = min(scattered, unit.scattered)  # XLA counts what comes out.
     return {
         "xla_gpu_all_gather_combine_threshold_bytes": gathered,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": reduced,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": scattered,
         "xla_gpu_all_reduce_combine_threshold_bytes": reduced,
     }
 

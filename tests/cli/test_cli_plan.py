@@ -167,6 +167,9 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--capacity-factor", "1.0"), "the model has no experts"),
         (("--picture", "plan.pdf"), "'plan.pdf' is drawn as .png or .svg"),
         (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
+        (("--batch-parts", "2"), "--batch-parts 2 has no effect with tp=1"),
+        (("--batch-parts", "2", "--mesh", "tp=2"), "Use --batch 8"),
+        (("--batch-parts", "0"), "--batch-parts 0: at least 1"),
     ],
 )
 def test_wrong_options_are_told_in_a_line(llama, capsys, options, message):

@@ -67,7 +67,7 @@ from fsdp_jax.cli._run_marker import (
 )
 from fsdp_jax.cli._run_options import EvalOptions, LogOptions, SaveOptions
 from fsdp_jax.cli._samples import make_samples
-from fsdp_jax.cli._sharding_options import Strategy
+from fsdp_jax.cli._sharding_options import Strategy, check_batch_parts
 from fsdp_jax.cli._step_metadata import make_metadata
 from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_config import (
@@ -244,6 +244,7 @@ def _make_plan(
         cp_form=train.strategy.cp_algorithm,
         attention=train.strategy.attention,
         products=config.precision.products,
+        batch_parts=train.strategy.batch_parts,
         sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
         scored=config.data.objective == "reward",
     )
@@ -253,7 +254,10 @@ def _make_plan(
         rows = abstract_reward_pairs(config.data.batch, seq)
     else:
         rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
-    check_batch(plan, rows, num_microbatches(config, mesh, fsdp.launch.generation()))
+    microbatches = num_microbatches(config, mesh, fsdp.launch.generation())
+    check_batch(plan, rows, microbatches)
+    parts = train.strategy.batch_parts
+    check_batch_parts(parts, config.data.batch, microbatches, mesh)
     if train.optimizer.no_decay is not None and config.adapter is None:
         config.optimizer.check_no_decay([param.name for param in plan.param_plans])
     return plan
