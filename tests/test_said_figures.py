@@ -379,3 +379,11 @@ def test_annotations_alone_are_slower_in_scans_as_said():
     for one in found:
         if "faster_than_annotations" in one and one["model"] != "scanned":
             assert one["faster_than_annotations"] < 1
+
+
+def test_compiling_with_units_ahead_takes_what_is_said():
+    spans = [
+        f"{row['times_as_long']:.2f} for `{row['model']}`"
+        for row in read("foreign")["compile_times"]
+    ]
+    assert f"that with `prefetch=0` times {' and '.join(spans)}" in said(BRING)
