@@ -283,7 +283,7 @@ def test_the_page_on_elastic_jobs_says_what_the_kills_did():
     found = read("elastic")
     text = said("docs/pages/how-to/elastic.md")
     assert f"killed {found['killed']} processes" in text
-    assert f"of {found['killed']} kills" in said("README.md")
+    assert f"{found['killed']} kills" in said("README.md")
     assert found["steps_lost"] == 0 and "No saved step was lost" in text
     # Of 1.15e-7 "at most 1.2e-7" is said.
     assert 1.1e-7 < found["largest_difference"] <= 1.2e-7
@@ -308,7 +308,7 @@ def test_where_a_step_is_computed_is_as_said():
     assert text in said(MEASURED)
     (long,) = read("overlap_llama-3-8b-cp_jax0.10.2")["rows"]
     assert f"communication takes {long['wire_ms']:.0f} ms" in said(MEASURED)
-    (split,) = read("overlap_llama-3-70b_jax0.10.2")["rows"]
+    split = read("overlap_llama-3-70b_jax0.10.2")["rows"][0]
     share = f"{100 * split['exposed_of_step']:.1f} % of a modelled 70B step"
     assert share in said("docs/pages/explanation/limits.md")
 
@@ -321,8 +321,7 @@ def test_what_was_fitted_and_what_was_left_out_is_as_said():
     left = [case["reason"] for case in found["not_built"]]
     kept = found["held_back"]["rows"]
     assert f"and {kept} of 42 that are held back: {len(left)} are not built" in page
-    compiled = sum("not compiled yet" in reason for reason in left)
-    assert compiled == 12 and "Twelve have no schedule yet" in page
+    assert not any("not compiled yet" in reason for reason in left)
     sources = found["by_source"].items()
     (mosaic,) = [of["rows"] for name, of in sources if "llm-foundry" in name]
     assert f"{fit['rows'] - mosaic} rows of compiled steps" in page
@@ -338,10 +337,13 @@ def test_the_worst_published_steps_are_those_said():
     page, rows = said(MEASURED), read("validate_planner")["rows"]
     errors = {(r["source"].split("@")[0].split(":")[0], r["model"]): r for r in rows}
     worst = sorted((r for r in rows if r["split"] == "test"), key=lambda r: -r["error"])
-    eight, b200 = worst[0], worst[-1]
-    assert "Megatron-Bridge" in eight["source"] and b200["gpu"] == "B200"
-    assert f"is {100 * eight['error']:.0f} % too slow" in page
-    assert f"is {-100 * b200['error']:.0f} % too fast" in page
+    slowest, fastest = worst[0], worst[-1]
+    (b200,) = (row["error"] for row in rows if row["gpu"] == "B200")
+    assert "Megatron-Bridge" in slowest["source"]
+    assert f"is {100 * slowest['error']:.0f} % too slow" in page
+    assert "eager" in fastest["system"] and fastest["gpus"] == "128"
+    assert f"128 H100s is {-100 * fastest['error']:.0f} % too fast" in page
+    assert f"not of this row, it is {-100 * b200:.0f} %" in page
     titan = [row for row in rows if "torchtitan" in row["source"]]
     long = [row["error"] for row in titan if int(row["seq"]) > 8192]
     span = f"{-100 * min(long):.0f} % too fast to {100 * max(long):.0f} % too slow"
