@@ -218,7 +218,7 @@ def _no_rope_layers() -> FieldTransform:
 
     def read(fields: Fields) -> dict[str, Any]:
         count, has_rope = fields["num_hidden_layers"], fields[name]
-        if not has_rope:  # files of Llama 4 Scout say []
+        if has_rope is None:
             period = interval(fields, every)
             has_rope = [int((layer + 1) % period != 0) for layer in range(count)]
         if len(has_rope) != count:

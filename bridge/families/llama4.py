@@ -5,6 +5,7 @@ The text models alone.
 Source: transformers `configuration_llama4.py`, `modeling_llama4.py`.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,13 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     return attention(config, norms=None) + inner + norms(PRE_NORMS)
 
 
+def _read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    # transformers takes the [] of Scout's file for its default.
+    name = "no_rope_layers"
+    return NO_ROPE_LAYERS.read({**fields, name: fields[name] or None})
+
+
+_ROPE = dataclasses.replace(NO_ROPE_LAYERS, read=_read_rope)
 _CHUNKED = "chunked_attention"
 _TYPES = {"layer_types": None, "attention_chunk_size": 8192}
 
@@ -56,7 +64,7 @@ _TYPES = {"layer_types": None, "attention_chunk_size": 8192}
 def _read_types(fields: Mapping[str, Any]) -> dict[str, Any]:
     given, size = fields["layer_types"], fields["attention_chunk_size"]
     if given is None:
-        straight = NO_ROPE_LAYERS.read(fields)["no_rope_layers"]
+        straight = _ROPE.read(fields)["no_rope_layers"]
         layers = range(fields["num_hidden_layers"])
         given = [FULL if layer in straight else _CHUNKED for layer in layers]
     if size is None:
@@ -136,7 +144,7 @@ FAMILY = Family(
     },
     transforms=(
         rope(5e5, types=("default", "llama3"), interleaved=True),
-        NO_ROPE_LAYERS,
+        _ROPE,
         FieldTransform(tuple(_TYPES), _read_types, _write_types, _TYPES),
         FieldTransform(tuple(_SPARSE), _read_sparse, _write_sparse, _SPARSE),
         FieldTransform(tuple(_SCALE), _read_scale, _write_scale, _SCALE),

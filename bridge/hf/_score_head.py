@@ -24,7 +24,8 @@ _WITHOUT = frozenset(
     {"apertus", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "falcon_h1"}
     | {"glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "granitemoehybrid"}
     | {"granitemoeshared", "internlm3", "lfm2", "llama4_text", "mamba", "mamba2"}
-    | {"minimax_m2", "nemotron_h", "olmoe", "qwen3_5_moe_text"}
+    | {"minimax_m2", "nemotron_h", "olmoe", "qwen3_5_moe_text", "deepseek_v32"}
+    | {"gemma4_text", "glm_moe_dsa"}
 )
 
 

@@ -17,13 +17,15 @@ TURNED_IN_PART = {
 WITHOUT_FACTOR = {
     *("gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba", "mamba2", "jamba")
 }
+# Whose layers of each kind have a rope of their own: the field beside is not read.
+BY_LAYER_TYPE = {"gemma4_text"}
+NOT_WHOLE = TURNED_IN_PART | WITHOUT_FACTOR | BY_LAYER_TYPE
 # Whose attention has no positions, so that the field changes no number.
 WITHOUT_POSITIONS = {"granitemoehybrid", "nemotron_h"}
 WHOLE = [
     name
     for name in FAMILIES
-    if VARIANTS[name]["model_type"] not in TURNED_IN_PART | WITHOUT_FACTOR
-    and name not in WITHOUT_POSITIONS
+    if VARIANTS[name]["model_type"] not in NOT_WHOLE and name not in WITHOUT_POSITIONS
 ]
 
 

@@ -119,7 +119,7 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         "kv_sharing_modes": ["x"],
         "quantization_config": {"bits": 4},
         "sliding_window": 128,
-        "rope_scaling": {"rope_type": "proportional", "factor": 4.0},
+        "rope_scaling": {"rope_type": "spiral", "factor": 4.0},
         "dtype": "float32",
         "torch_dtype": "bfloat16",
     }
@@ -132,7 +132,7 @@ def test_everything_that_is_not_modelled_is_named_in_one_error():
         "kv_sharing_modes = ['x']",
         "quant_method None",
         "sliding_window = 128",
-        "'proportional' is not modelled",
+        "'spiral' is not modelled",
         "dtype and torch_dtype differ",
     ):
         assert line in str(error.value)

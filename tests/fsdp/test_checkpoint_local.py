@@ -546,7 +546,9 @@ def test_objects_beside_the_state_come_back(places):
 
 def test_values_that_make_no_sense_are_refused(places):
     for name in ("every", "keep"):
-        with pytest.raises(ValueError, match=facts(f"LocalCheckpoints({name}=0)", "1")):
+        with pytest.raises(
+            ValueError, match=facts("LocalCheckpoints", f"{name}=0", "1")
+        ):
             places.open(**{name: 0})
     with pytest.raises(ValueError, match=facts("replication_groups=[]", "1", "0")):
         fsdp.Checkpointer(

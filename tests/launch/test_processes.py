@@ -121,10 +121,10 @@ def test_a_job_that_takes_too_long_is_a_timeout_and_ended_behind_the_block():
 
 
 @pytest.mark.parametrize(
-    "numbers, says", [((0, None), "0 processes"), ((2, -1), "-1 devices")]
+    "numbers, says", [((0, None), ("processes", "0")), ((2, -1), ("devices", "-1"))]
 )
 def test_numbers_below_one_are_refused(numbers, says):
-    with pytest.raises(ValueError, match=facts(says, "1")):
+    with pytest.raises(ValueError, match=facts(*says, "1")):
         Processes(["true"], numbers[0], line=print, devices_per_process=numbers[1])
 
 

@@ -53,7 +53,7 @@ def check(plan, program, sides):
     arrays = list(communicated_arrays(program_of(program, plan.mesh), plan.mesh))
     experts = {param.name: param for param in plan.param_plans if param.is_expert}
     own = {
-        param.on_device(plan.mesh, param.shape, ())[param.num_stacked :]
+        param.split.on_device(plan.mesh, param.shape, ())[param.num_stacked :]
         for param in experts.values()
     }
     gathered = [one for one in arrays if one.op == "all-gather" and "ep" in one.axes]
