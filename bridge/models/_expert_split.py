@@ -29,13 +29,26 @@ class ExpertKernels(NamedTuple):
     down: Array
 
 
+def is_split() -> bool:
+    """Returns whether a mesh axis is automatic: the one of tensor parallelism."""
+    return bool(_split_axes())
+
+
 def split_axis(width: int) -> str | None:
-    """Returns the mesh axis that XLA may split this width over; None for none."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
-    if len(axes) != 1 or width % mesh.shape[axes[0]]:
+    """Returns the mesh axis that `run_split` can split this width over.
+
+    None if there is none. None too in pipeline stages: only some ranks run a stage at a
+    time, and the copies and the sum of `run_split` wait for the others.
+    """
+    mesh, axes = jax.sharding.get_abstract_mesh(), _split_axes()
+    if len(axes) != 1 or width % mesh.shape[axes[0]] or mesh.shape.get("pp", 1) > 1:
         return None
     return axes[0]
+
+
+def _split_axes() -> list[str]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
 
 
 def run_split(

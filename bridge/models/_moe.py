@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._config import DecoderConfig
-from bridge.models._expert_split import ExpertKernels, run_split, split_axis
+from bridge.models._expert_split import ExpertKernels, is_split, run_split, split_axis
 from bridge.models._grouped import grouped_matmul
 from bridge.models._linear import Linear
 from bridge.models._mlp import ACTIVATIONS, MLP
@@ -161,14 +161,12 @@ class Experts(nnx.Module):
     ) -> Rows:
         """Applies experts, or a part of the width of each, without the last bias."""
         product = partial(
-            grouped_matmul, group_sizes=group_sizes, expected_rows=expected_rows
+            _product, group_sizes=group_sizes, expected_rows=expected_rows
         )
         if self.gate_up_proj is None:
             inside = ACTIVATIONS[self.activation](product(x, kernels.up))
             return product(inside, kernels.down)
-        experts, embed, _, width = kernels.up.shape
-        both = product(x, kernels.up.reshape(experts, embed, 2 * width))
-        gate, up = jnp.split(both, 2, axis=-1)
+        gate, up = _halves(x, kernels.up, product)
         if kernels.up_bias is not None:
             owners = _owners(x, group_sizes)
             of_gate, of_up = jnp.moveaxis(kernels.up_bias, 1, 0)
@@ -182,6 +180,40 @@ class Experts(nnx.Module):
             return ACTIVATIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(gate * alpha)
+
+
+def _halves(
+    x: Rows,
+    kernel: Float[Array, "experts embed 2 width"],
+    product: Callable[..., Float[Array, "rows width"]],
+) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
+    """Returns gate and up projections of rows sorted by expert.
+
+    Computed as one product, unless XLA shards the width: the halves of the concatenated
+    product would then be on other devices than needed, and XLA would communicate rows.
+    """
+    if is_split():
+        return product(x, kernel[:, :, 0]), product(x, kernel[:, :, 1])
+    experts, embed, _, width = kernel.shape
+    kernel = kernel.reshape(experts, embed, 2 * width)
+    gate, up = jnp.split(product(x, kernel), 2, axis=-1)
+    return gate, up
+
+
+def _product(
+    x: Rows,
+    kernel: Float[Array, "experts embed width"],
+    group_sizes: Sizes,
+    expected_rows: int | None,
+) -> Float[Array, "rows width"]:
+    """Multiplies each row by its expert's matrix.
+
+    Without a loop over blocks if XLA shards the matrix: it would add one collective per
+    block to sum the partial products.
+    """
+    if is_split():
+        return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
+    return grouped_matmul(x, kernel, group_sizes, expected_rows=expected_rows)
 
 
 def _owners(x: Rows, group_sizes: Sizes) -> Int[Array, " rows"]:
