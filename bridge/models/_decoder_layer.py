@@ -208,7 +208,9 @@ class DecoderLayer(nnx.Module):
             return self._run(x, selected, experts, context, cache)
         rows = (x, selected, experts, context)
         parts = split_rows(rows, len(x), self.batch_parts)
-        return join_rows([self._run(*part, cache) for part in parts])
+        return join_rows(
+            [self._run(own, keys, chosen, at, cache) for own, keys, chosen, at in parts]
+        )
 
     def _run(
         self,
