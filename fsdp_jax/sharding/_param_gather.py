@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fsdp_jax.sharding._block_float8_gather import TILE, BlockFloat8Gather
+from fsdp_jax.sharding._float8_gather import BLOCK as MXFP8_BLOCK
 from fsdp_jax.sharding._float8_gather import Float8Gather, MXFP8Gather, num_blocks
-from fsdp_jax.sharding._nvfp4_gather import BLOCK, NVFP4Gather
+from fsdp_jax.sharding._nvfp4_gather import BLOCK as NVFP4_BLOCK
+from fsdp_jax.sharding._nvfp4_gather import NVFP4Gather
 
 ParamGather = Float8Gather | MXFP8Gather | BlockFloat8Gather | NVFP4Gather
 """Quantized format in which weights are gathered."""
@@ -44,7 +46,11 @@ def scale_dims(
     """
     if isinstance(gather, Float8Gather):
         return None
-    sizes = {MXFP8Gather: 32, NVFP4Gather: BLOCK, BlockFloat8Gather: TILE}
+    sizes = {
+        MXFP8Gather: MXFP8_BLOCK,
+        NVFP4Gather: NVFP4_BLOCK,
+        BlockFloat8Gather: TILE,
+    }
     scales = _with(dims, block_dim, num_blocks(dims[block_dim], sizes[type(gather)]))
     if not isinstance(gather, BlockFloat8Gather):
         return scales
