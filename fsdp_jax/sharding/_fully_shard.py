@@ -36,7 +36,14 @@ from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._precision import Precision
 from fsdp_jax.sharding._stages import Stages
 from fsdp_jax.sharding._unit_methods import resolve_methods
-from fsdp_jax.sharding._units import Stacked, UnitSpec, check_stacks, find_units, owner
+from fsdp_jax.sharding._units import (
+    Stacked,
+    UnitSpec,
+    check_stacks,
+    find_units,
+    listed,
+    owner,
+)
 from fsdp_jax.sharding._validation import check_params
 
 
@@ -87,6 +94,7 @@ def fully_shard(
     )
     if config.offload:
         check_memory(mesh)
+    units = listed(units)
     plain = [u.unit if isinstance(u, Stacked) else u for u in units]
     plain, classes = resolve_methods(plain)
     model = describe(make_model, tuple(classes))

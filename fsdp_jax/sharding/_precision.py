@@ -147,9 +147,7 @@ class MixedPrecisionPolicy:
             model, jnp.floating
         ):  # Complex: the policy is not for it.
             return Precision(model, model, model, model, accumulate_wide=False)
-        main = jnp.dtype(
-            self.main_params_dtype or jnp.promote_types(model, jnp.float32)
-        )
+        main = jnp.dtype(self.main_params_dtype or at_least_float32(model))
         main_grads = jnp.dtype(self.main_grads_dtype or main)
         widened = any(
             pattern == "all" or matches(pattern, name)
@@ -163,6 +161,14 @@ class MixedPrecisionPolicy:
             grad_comm=jnp.dtype(self.grad_comm_dtype or main_grads),
             accumulate_wide=self.reduce_scatter_with_fp32_accumulation,
         )
+
+
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """Returns the dtype promoted with float32, also of a float8, which jax refuses."""
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize == 1:
+        return jnp.dtype(jnp.float32)
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

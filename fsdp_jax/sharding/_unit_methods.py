@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,10 +40,10 @@ def resolve_methods(units: Sequence[Any]) -> tuple[list[Any], dict[type, Methods
         if not isinstance(spec, (type, str)):
             cls, name = _definition_of(spec) or (None, None)
         if cls is None:
-            unknown.append(getattr(spec, "__qualname__", repr(spec)))
+            unknown.append(getattr(spec, "__qualname__", reprlib.repr(spec)))
         else:
             resolved.append(cls)
-        if isinstance(cls, type):
+        if isinstance(cls, type) and issubclass(cls, _roots()):
             before = found.get(cls, frozenset())
             named = None if name is None or before is None else before | {name}
             found[cls] = named
@@ -102,6 +103,8 @@ def _is_method(cls: type, name: str) -> bool:
 
 def _definition_of(method: Any) -> tuple[type, str] | None:
     """Returns the class that defines a method, and the method's name in it."""
+    if not callable(method):
+        return None
     for root in _roots():
         for cls in (root, *subclasses(root)):
             for name, held in vars(cls).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,23 @@ Found = dict[str, int]
 """Path of a unit -> number of leading dims of its leaves that are the stack."""
 
 
+def listed(units: Sequence[UnitSpec]) -> list[UnitSpec]:
+    """Returns the units as a list.
+
+    Raises:
+      ValueError: If they are one unit, which would be iterated, or None.
+    """
+    if isinstance(units, (str, type, Stacked)) or callable(units):
+        shown = _name(units)
+        raise ValueError(f"units={shown} is one unit: write units=[{shown}].")
+    if units is None:
+        raise ValueError(
+            "units=None is not a list: leave it out to gather all parameters when the "
+            "step begins, or name the layers, as in units=[Block]."
+        )
+    return list(units)
+
+
 def find_units(
     units: Sequence[tuple[type | str, int | None]],
     instances: dict[type, tuple[Instance, ...]],
@@ -72,7 +90,7 @@ def find_units(
     unmatched = []
     for unit, told in units:
         if isinstance(unit, type):
-            hits = {i.path: told or i.num_stacked or 0 for i in instances[unit]}
+            hits = {i.path: told or i.num_stacked or 0 for i in instances.get(unit, ())}
         else:
             heads = (matches(unit, name) for name in names)
             hits = {head: told or 0 for head in heads if head is not None}
@@ -111,9 +129,14 @@ def check_stacks(model: ModelDef, units: Found) -> None:
 
 
 def _no_such_unit(unmatched: Sequence[type | str], names: Sequence[str]) -> str:
-    shown = ", ".join(u.__name__ if isinstance(u, type) else repr(u) for u in unmatched)
+    shown = ", ".join(map(_name, unmatched))
     return (
         f"No part of the model matches the unit(s) {shown}. A class must be that of an "
         "nnx or equinox object in the model; a pattern must match the leading "
         f"components of parameter paths, which begin: {', '.join(names[:5])}."
     )
+
+
+def _name(unit: Any) -> str:
+    name = "__name__" if isinstance(unit, type) else "__qualname__"
+    return getattr(unit, name, reprlib.repr(unit))

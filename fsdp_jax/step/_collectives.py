@@ -47,6 +47,7 @@ from fsdp_jax.sharding._float8_gather import (
 )
 from fsdp_jax.sharding._nvfp4_gather import NVFP4Gather, decode_nvfp4
 from fsdp_jax.sharding._plan import ParamPlan
+from fsdp_jax.sharding._precision import at_least_float32
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._shard import GradReduction, Shard
 
@@ -166,7 +167,7 @@ def _gather_backward(
     if reduction.scale != 1.0 and not param.is_overwritten:
         # In the wide dtype, and after backward: the loss itself, scaled, would make the
         # small gradients of a float16 model vanish.
-        wide = jnp.promote_types(grad.dtype, jnp.float32)
+        wide = at_least_float32(grad.dtype)
         grad = grad.astype(wide) * jnp.asarray(reduction.scale, wide)
     if param.split.padding:
         widths = [(0, 0)] * grad.ndim

@@ -15,6 +15,7 @@ from fsdp_jax.data._batch import split_microbatches
 from fsdp_jax.pipeline._gradients import pipelined_loss
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, num_devices
 from fsdp_jax.sharding._plan import ParamPlan, Plan
+from fsdp_jax.sharding._precision import at_least_float32
 from fsdp_jax.step._aux_outputs import AUX_SPECS, reduce_aux
 from fsdp_jax.step._loss import (
     LossFn,
@@ -201,7 +202,7 @@ def _divided(grad: Array, count: Array) -> Array:
 
     float16 overflows above 65,504, and bfloat16 cannot represent every integer count.
     """
-    wide = jnp.promote_types(grad.dtype, jnp.float32)
+    wide = at_least_float32(grad.dtype)
     return (grad.astype(wide) / count.astype(wide)).astype(grad.dtype)
 
 

@@ -89,7 +89,12 @@ def accumulate(
             # Traced again, since shards in `finished` have other grad_buffers.
             traced, _ = trace_loss(call, last, *example, prefetch=prefetch)
             run, _ = trace_gradients(traced, last, *example, scale, prefetch=prefetch)
-        new, state, out = backward(run, last, state, jax.tree.map(lambda x: x[-1], xs))
+        x = jax.tree.map(lambda x: x[-1], xs)
+        if looped:
+            # Its forward depends on nothing of the loop, so XLA may run it before: the
+            # activations of two microbatches would be in memory at once.
+            x, outs = lax.optimization_barrier((x, outs))
+        new, state, out = backward(run, last, state, x)
         grads = _with_last(plan, grads, new, finished) if looped else new
         outs.append(jax.tree.map(lambda x: x[None], out))
     return _all_reduced(plan, grads, finished), state, _joined(outs)

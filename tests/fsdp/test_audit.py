@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
+from fsdp_jax.hlo._parse import parse
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.sharding._plan import Plan
@@ -489,6 +490,23 @@ def test_a_program_for_gpus_of_its_plan_passes(gpus, name):
         gpus, mesh, loss_of(**options), num_microbatches, **config
     )
     fsdp.audit_step(plan, program, num_microbatches=num_microbatches)
+
+
+def test_the_last_microbatch_runs_after_the_loop_over_the_others(gpus):
+    """Run before it, its weights and activations would be in memory beside theirs."""
+    mesh, config, num_microbatches, options = HEALTHY["HSDP"]
+    assert num_microbatches > 1
+    plan, program = compiled_for(
+        gpus, mesh, loss_of(**options), num_microbatches, **config
+    )
+    module = parse(program.as_text())
+    loops = [one for one in module[module.entry].instructions if one.opcode == "while"]
+    # The loop over microbatches has the loops over layers in its body.
+    inner = [
+        any(one.opcode == "while" for one in module[loop.calls[0]].instructions)
+        for loop in loops
+    ]
+    assert inner == [True, False, False]
 
 
 @pytest.fixture(scope="module")

@@ -295,3 +295,21 @@ def test_more_tokens_than_a_narrow_dtype_counts_are_divided_by_exactly(dtype):
     _, grads = compute(params, {"x": np.ones((24, 1), np.float32)})
     got = np.asarray(grads["w"]).astype(np.float32)
     np.testing.assert_allclose(got, 0.001, rtol=float(2 * jnp.finfo(dtype).eps))
+
+
+def test_a_parameter_of_float8_is_updated_in_float32():
+    plan = fsdp.fully_shard(
+        lambda key: {"w": jnp.full((16, 16), 0.5, jnp.float8_e4m3fn)}, fsdp.make_mesh()
+    )
+    tx = optax.sgd(1e-3)
+    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+    assert state.params["w"].dtype == FP32
+
+    def loss_fn(params, batch):
+        assert params["w"].dtype == jnp.float8_e4m3fn
+        return jnp.mean(batch @ params["w"].astype(FP32))
+
+    # The gradient is 1/16 for each element, which float8 represents; the update is less
+    # than its step there.
+    state, _ = fsdp.make_train_step(plan, loss_fn, tx)(state, jnp.ones((16, 16)))
+    np.testing.assert_allclose(state.params["w"], 0.5 - 1e-3 / 16, rtol=1e-6)

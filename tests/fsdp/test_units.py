@@ -472,3 +472,25 @@ def test_a_condition_around_a_unit_is_the_same():
 
     grads, want = grads_of(matrices(), ["layers"], loss)
     np.testing.assert_allclose(grads["layers"], want["layers"], rtol=RTOL, atol=1e-7)
+
+
+class OneLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    "units, says",
+    [
+        ("linear", ["units=['linear']"]),
+        (OneLayer, ["units=[OneLayer]"]),
+        (OneLayer.__init__, ["units=[OneLayer.__init__]"]),
+        (fsdp.Stacked("linear"), ["units=[Stacked("]),
+        (None, ["units=None"]),
+        ([None], ["None"]),
+        ([dict], ["dict"]),
+    ],
+)
+def test_what_is_no_list_of_units_is_refused_with_what_to_write(units, says):
+    with pytest.raises(ValueError, match=facts(*says)):
+        fsdp.fully_shard(lambda key: OneLayer(nnx.Rngs(key)), MESH, units)
