@@ -56,6 +56,8 @@ def merged(
     The first of these units waits for the weights of all.
     """
     sizes = sizes_of(expected)
+    if not sizes:  # No unit is gathered on its own: ZeRO-0 to ZeRO-2, or no units.
+        return
     by_instruction: dict[str, list[CommunicatedArray]] = {}
     for one in arrays:
         if one.op == "all-gather":

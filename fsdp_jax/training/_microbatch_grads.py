@@ -83,17 +83,18 @@ def accumulate(
         (grads, state), out = lax.scan(body, (grads, state), first)
         outs.append(out)
     if looped < num_microbatches:
+        x = jax.tree.map(lambda x: x[-1], xs)
+        if looped:
+            # Its forward depends on nothing of the loop, so XLA may run it before: the
+            # activations of two microbatches would be in memory at once. It waits for
+            # gradients and not for losses, since XLA inlines a loop of one iteration.
+            x, grads = lax.optimization_barrier((x, grads))
         finished = once & _finished_in_backward(plan, gathers)
         last = _finishing(plan, shards, grads if looped else None, finished)
         if finished:
             # Traced again, since shards in `finished` have other grad_buffers.
             traced, _ = trace_loss(call, last, *example, prefetch=prefetch)
             run, _ = trace_gradients(traced, last, *example, scale, prefetch=prefetch)
-        x = jax.tree.map(lambda x: x[-1], xs)
-        if looped:
-            # Its forward depends on nothing of the loop, so XLA may run it before: the
-            # activations of two microbatches would be in memory at once.
-            x, outs = lax.optimization_barrier((x, outs))
         new, state, out = backward(run, last, state, x)
         grads = _with_last(plan, grads, new, finished) if looped else new
         outs.append(jax.tree.map(lambda x: x[None], out))

@@ -509,6 +509,15 @@ def test_the_last_microbatch_runs_after_the_loop_over_the_others(gpus):
     assert inner == [True, False, False]
 
 
+def test_microbatches_of_unrolled_layers_are_not_gathered_together(gpus):
+    """XLA inlines the loop over the others where it is of one."""
+    case = CASES["nnx unrolled"]
+    plan = case.plan(fsdp.make_mesh(dp_outer=2, devices=gpus))
+    step = fsdp.make_train_step(plan, case.loss, TX, num_microbatches=2)
+    compiled = step.lower(fsdp.abstract_state(plan, TX), batch()).compile()
+    fsdp.audit_step(plan, compiled, num_microbatches=2)
+
+
 @pytest.fixture(scope="module")
 def faulty(gpus):
     """A program in full precision that keeps its weights, and has a psum."""

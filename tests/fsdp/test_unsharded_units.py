@@ -113,6 +113,12 @@ def test_a_view_of_a_weight_keeps_its_unit_unsharded(plan):
     assert count(plan, program(*lines, use("out", "t", "u"))) == 3
 
 
+def test_without_units_of_their_own_gathers_are_not_merged(plan):
+    """As under ZeRO-1 and ZeRO-2, where a step begins with all of them."""
+    arrays, _ = found(plan, program(*ONE_AHEAD))
+    assert not list(merged(arrays, []))
+
+
 def test_merged_gathers_are_named(plan):
     sides = "(f32[2,4], f32[2,4]), (f32[16,4], f32[16,4])"
     both = f"%s.a = ({sides}) all-gather-start(%w.a, %w.b), {ALL}"
