@@ -36,6 +36,9 @@ ALL_REDUCE = "all_reduce"
 REDUCE_DEFERRED = "reduce_deferred"
 """Scope of the deferred reduction."""
 
+MODEL_STATE = "model_state"
+"""Scope of the reduction of the model's state over ranks."""
+
 RING_ATTENTION = "ring_attention"
 """Scope of ring attention's collectives."""
 

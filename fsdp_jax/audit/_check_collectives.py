@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from fsdp_jax._scopes import CONTEXT_PARALLEL, OPTIMIZER, is_in
+from fsdp_jax._scopes import CONTEXT_PARALLEL, MODEL_STATE, OPTIMIZER, is_in
 from fsdp_jax.audit._diagnosis import diagnose
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import (
@@ -74,7 +74,7 @@ def check_collectives(
     in_other_dtype: list[CommunicatedArray] = []
     strange: list[CommunicatedArray] = []
     for one in arrays:
-        if not _is_judged(plan, one):
+        if not _is_judged(program, one):
             continue
         # Expected collectives first: a small gradient must not pass as a metric.
         found = matches(one, expected)
@@ -115,10 +115,12 @@ def _together(arrays: Sequence[CommunicatedArray]) -> list[CommunicatedArray]:
     return list(alike.values())
 
 
-def _is_judged(plan: Plan, one: CommunicatedArray) -> bool:
-    """Returns whether `one` is along data axes and not in the optimizer."""
+def _is_judged(program: Program, one: CommunicatedArray) -> bool:
+    """Returns whether `one` is along data axes, of parameters or of the loss."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
-    return is_data and not is_in(one.scope, OPTIMIZER)
+    # What XLA has merged has the scope of one of its parts.
+    is_of_state = is_in(one.scope, MODEL_STATE) and not _may_be_merged(program, one)
+    return is_data and not (is_of_state or is_in(one.scope, OPTIMIZER))
 
 
 def is_dispatch(plan: Plan, one: CommunicatedArray) -> bool:

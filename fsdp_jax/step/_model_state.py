@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Key
 
+from fsdp_jax._scopes import MODEL_STATE
 from fsdp_jax._tree import PyTree, named_leaves
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._variables import equinox_classes
@@ -188,6 +189,7 @@ def refuse_state(plan: Plan, aux: PyTree) -> None:
         )
 
 
+@jax.named_scope(MODEL_STATE)
 def reduce_state(
     plan: Plan, before: PyTree, after: PyTree, data_axes: tuple[str, ...]
 ) -> PyTree:

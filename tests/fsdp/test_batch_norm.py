@@ -361,3 +361,24 @@ def test_a_state_takes_a_constant_as_on_one_device():
     leaves = zip(*map(jax.tree.leaves, (written, updated.model[1])), strict=True)
     for got, new in leaves:
         np.testing.assert_allclose(got, new, rtol=1e-5)
+
+
+def test_statistics_of_the_shape_of_a_gradient_are_no_gradients_to_the_audit():
+    def make_model(key):
+        return nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(key))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    # Under ZeRO-1 with small parameters the gradients of scale and bias are all-reduced
+    # once, as are the running mean and variance of the same shape.
+    config = fsdp.FSDPConfig(
+        zero_dp_strategy=1, min_shard_elements=2 * WIDTH, sync_batch_norm=False
+    )
+    mesh = fsdp.make_mesh(devices=jax.devices()[:RANKS])
+    plan = fsdp.fully_shard(make_model, mesh, config=config)
+    tx = optax.sgd(0.1)
+    step = fsdp.make_train_step(plan, loss_fn, tx, num_microbatches=2)
+    program = step.lower(fsdp.abstract_state(plan, tx), X.astype(np.float32))
+    fsdp.audit_step(plan, program, num_microbatches=2)
+    fsdp.audit_step(plan, program.compile(), num_microbatches=2)
