@@ -25,11 +25,13 @@ from bridge.models import (
     DeltaNetConfig,
     FullAttentionConfig,
     IndexerConfig,
+    KVSharingConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
     MoEConfig,
     MultipliersConfig,
+    PerLayerInputConfig,
     ShortConvConfig,
 )
 from bridge.models._config import MAX_LAYERS
@@ -43,6 +45,8 @@ _PARTS = {
     "mla": MLAConfig,
     "indexer": IndexerConfig,
     "full_attention": FullAttentionConfig,
+    "kv_sharing": KVSharingConfig,
+    "per_layer_input": PerLayerInputConfig,
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,

@@ -7,6 +7,7 @@ from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._full_attention_config import FullAttentionConfig
 from bridge.models._indexer_config import IndexerConfig
+from bridge.models._kv_sharing_config import KVSharingConfig
 from bridge.models._layer_kinds import (
     Channels,
     LayerBlock,
@@ -20,6 +21,7 @@ from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
 from bridge.models._moe_config import MoEConfig
 from bridge.models._multipliers_config import MultipliersConfig
+from bridge.models._per_layer_input_config import PerLayerInputConfig
 from bridge.models._query_scale_config import QueryScaleConfig
 from bridge.models._rope_config import RopeConfig
 from bridge.models._short_conv_config import ShortConvConfig
@@ -100,6 +102,8 @@ class DecoderConfig:
       mla: Sizes of latent attention; None for grouped-query attention.
       full_attention: Sizes of full-attention layers among sliding ones, where they
         differ; None for those of all layers.
+      kv_sharing: Last layers, which attend to keys and values of earlier ones; None if
+        each layer has its own.
       indexer: Sizes of the indexer that selects the keys of latent attention; None to
         attend to all keys.
       shared_indexer_layers: Indices of layers without an indexer, which attend to the
@@ -129,6 +133,8 @@ class DecoderConfig:
       multipliers: Factors inside of layers; None for 1 everywhere.
       embedding_multiplier: Factor of the embeddings.
       embedding_norm: Whether embeddings are normed before the first layer.
+      per_layer_input: Sizes of the inputs that each layer has of each token; None for
+        none.
       layer_scale: Whether the stream behind each layer is multiplied by a number of the
         layer, which no gradient trains.
       residual_in_fp32: Whether the residual stream is at least float32 for weights of
@@ -186,6 +192,7 @@ class DecoderConfig:
     clip_qkv: float | None = None
     mla: MLAConfig | None = None
     full_attention: FullAttentionConfig | None = None
+    kv_sharing: KVSharingConfig | None = None
     indexer: IndexerConfig | None = None
     shared_indexer_layers: tuple[int, ...] = ()
     short_conv: ShortConvConfig | None = None
@@ -206,6 +213,7 @@ class DecoderConfig:
     multipliers: MultipliersConfig | None = None
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
+    per_layer_input: PerLayerInputConfig | None = None
     layer_scale: bool = False
     residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
@@ -271,15 +279,28 @@ class DecoderConfig:
         indexed = set() if self.indexer is None else set(layers)
         indexed -= set(self.shared_indexer_layers)
         own = self.full_attention is not None
+        sharing = self.kv_sharing
+        first_reusing = len(layers) - (sharing.num_layers if sharing else 0)
         return tuple(
             LayerKind(
                 _MIXERS.get(types[i], "attention"),
                 channels[i],
                 i in indexed,
                 own and types[i] == "full_attention",
+                i >= first_reusing,
             )
             for i in layers
         )
+
+    def mlp_width(self, kind: LayerKind) -> int:
+        """Returns the width inside the dense MLPs of layers of a kind.
+
+        Args:
+          kind: Kind of the layers.
+        """
+        if kind.reuses and self.kv_sharing is not None:
+            return self.kv_sharing.intermediate_size
+        return self.intermediate_size
 
     def of_kind(self, kind: LayerKind) -> "DecoderConfig":
         """Returns the config with the sizes that attention has in layers of a kind.
@@ -292,11 +313,16 @@ class DecoderConfig:
         if not kind.is_full:
             rope = self.sliding_rope or self.rope
             return dataclasses.replace(
-                self, full_attention=None, rope=rope, sliding_rope=None
+                self,
+                full_attention=None,
+                kv_sharing=None,
+                rope=rope,
+                sliding_rope=None,
             )
         return dataclasses.replace(
             self,
             full_attention=None,
+            kv_sharing=None,
             head_dim=full.head_dim,
             num_key_value_heads=full.num_key_value_heads,
         )
@@ -362,7 +388,8 @@ class DecoderConfig:
                 f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "
                 f"must be {heads} and {self.mla.qk_head_dim}"
             )
-        return wrong + self._inconsistent_indexers() + self._inconsistent_layers()
+        wrong += self._inconsistent_indexers() + self._inconsistent_sharing()
+        return wrong + self._inconsistent_layers()
 
     def _inconsistent_indexers(self) -> list[str]:
         indexer, shared = self.indexer, self.shared_indexer_layers
@@ -383,6 +410,31 @@ class DecoderConfig:
                 f"shared_indexer_layers {outside}: behind the first layer, and of the "
                 f"{self.num_hidden_layers} layers"
             )
+        return wrong
+
+    def _inconsistent_sharing(self) -> list[str]:
+        if (sharing := self.kv_sharing) is None:
+            return []
+        first, wrong = self.num_hidden_layers - sharing.num_layers, []
+        if first < 1:
+            wrong.append(
+                f"kv_sharing.num_layers {sharing.num_layers} leaves none of the "
+                f"{self.num_hidden_layers} layers with keys and values"
+            )
+        types = self.layer_types or ()
+        if orphans := sorted(set(types[first:]) - set(types[:first])):
+            wrong.append(
+                f"kv_sharing: {', '.join(orphans)} comes behind layer {first} alone, "
+                "and no layer before has its keys and values"
+            )
+        if self.full_attention is None:
+            wrong.append("kv_sharing: full_attention tells its types of layers apart")
+        if self.moe is not None:
+            wrong.append("kv_sharing: its layers are dense, and moe is set")
+        beside = ("attention_gate", "clip_qkv", "qk_norm_after_rope", "multipliers")
+        wrong += [
+            f"kv_sharing: not beside {name}" for name in beside if getattr(self, name)
+        ]
         return wrong
 
     def _inconsistent_features(self) -> list[str]:

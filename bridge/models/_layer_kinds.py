@@ -26,12 +26,14 @@ class LayerKind:
       channels: Part that works on each token alone; None without any.
       indexes: Whether an indexer selects the keys that its queries attend to.
       is_full: Whether its attention has the sizes of `full_attention` of the config.
+      reuses: Whether it attends to keys and values of an earlier layer.
     """
 
     mixer: Mixer | None = "attention"
     channels: Channels | None = "dense"
     indexes: bool = False
     is_full: bool = False
+    reuses: bool = False
 
     @property
     def attends(self) -> bool:

@@ -202,6 +202,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 20,
     },
+    "gemma4-small": {
+        "model_type": "gemma4_text",
+        **FULL_HEADS,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 131,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
     "phi3": {"model_type": "phi3"},
     "phi3-longrope-short": {
         "model_type": "phi3",

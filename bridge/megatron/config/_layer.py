@@ -42,6 +42,8 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "final_logit_softcapping": (None, "it has no softcap"),
     "clip_qkv": (None, "it does not clip"),
     "full_attention": (None, "all its layers have heads of one width"),
+    "kv_sharing": (None, "each of its layers has keys and values of its own"),
+    "per_layer_input": (None, "its layers have no inputs of their own"),
     "value_norm": (False, "it does not norm values"),
     "layer_scale": (False, "its layers have no scale"),
     "indexer": (None, "its sparse attention is not modelled"),
