@@ -70,6 +70,7 @@ CASES = {
         "gemma4-small", {"tp": 2}, EVEN | {"vocab_size_per_layer_input": 132}
     ),
     "keys of earlier layers over dp": Case("gemma4-small", {"dp_shard": 2}),
+    "streams over tp": Case("gemma3n", {"tp": 2}, EVEN),
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
 }
 

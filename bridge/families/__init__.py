@@ -23,6 +23,7 @@ from bridge.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     glm,
     glm4,
@@ -87,7 +88,7 @@ _MODULES = (
     *(hunyuan_v1_dense, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss, granitemoe),
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
     *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
-    *(deepseek_v32, glm_moe_dsa, gemma4),
+    *(deepseek_v32, glm_moe_dsa, gemma4, gemma3n),
     *(lfm2, qwen3_next, qwen3_5, qwen3_5_moe, granitemoehybrid),
     *(nemotron_h, falcon_h1, mamba, mamba2, jamba, minicpm3),
 )

@@ -15,12 +15,9 @@ from bridge.families import _gemma
 from bridge.families._blocks import (
     Rules,
     attention,
-    ignore_tied_head,
-    linear,
     mlp,
     norm,
     norms,
-    outside,
     router,
 )
 from bridge.families._family import Family, Field, KeyMapping, Layers
@@ -31,37 +28,6 @@ from bridge.families._layer_types import FULL, layer_types
 from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
-_KEY_VALUE = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm"))
-_INPUT = (
-    *linear(
-        "per_layer_input_gate",
-        "per_layer_input.gate",
-        "layer_input embed -> embed layer_input",
-    ),
-    *linear(
-        "per_layer_projection",
-        "per_layer_input.projection",
-        "embed layer_input -> layer_input embed",
-    ),
-    norm("post_per_layer_input_norm", "per_layer_input.norm"),
-)
-_INPUTS = (
-    Rule(
-        "model.embed_tokens_per_layer.weight",
-        "per_layer_inputs.embed_tokens.embedding",
-        "layer_input_vocab layer_inputs -> layer_input_vocab layer_inputs",
-    ),
-    *linear(
-        "model.per_layer_model_projection",
-        "per_layer_inputs.projection",
-        "layer_inputs embed -> embed layer_inputs",
-    ),
-    norm(
-        "model.per_layer_projection_norm",
-        "per_layer_inputs.norm",
-        "layer_input",
-    ),
-)
 _EXPERTS = (
     *router("router.proj"),
     Rule("router.per_expert_scale", "mlp.router.expert_scale", "experts -> experts"),
@@ -86,7 +52,7 @@ def _attention(config: DecoderConfig, kind: LayerKind) -> Rules:
     """Rules of attention, with the sizes of a kind and without the values it lacks."""
     rules, full = attention(config), config.full_attention
     if kind.reuses:
-        rules = tuple(r for r in rules if not r.destinations[0].startswith(_KEY_VALUE))
+        rules = _gemma.without_key_value(rules)
     if not kind.is_full or full is None:
         return rules
     if full.shared_key_value:
@@ -111,23 +77,8 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
         *_attention(config, kind),
         *(dense + _EXPERTS if is_sparse else mlp(config, width=width)),
         *norms({name: name for name in _gemma.NORMS}),
-        *(_INPUT if config.per_layer_input else ()),
+        *(_gemma.LAYER_INPUT if config.per_layer_input else ()),
         Rule("layer_scalar", "layer_scalar", "one -> one"),
-    )
-
-
-def _outer(config: DecoderConfig) -> Rules:
-    return outside()(config) + (_INPUTS if config.per_layer_input else ())
-
-
-def _ignore(config: DecoderConfig) -> tuple[str, ...]:
-    """A tied head, and keys and values that published files have of layers without."""
-    layers, sharing = config.num_hidden_layers, config.kv_sharing
-    reusing = range(layers - sharing.num_layers if sharing else layers, layers)
-    return ignore_tied_head(config) + tuple(
-        f"model.layers.{layer}.self_attn.{name}.weight"
-        for layer in reusing
-        for name in ("k_proj", "v_proj", "k_norm")
     )
 
 
@@ -319,6 +270,6 @@ FAMILY = Family(
         "use_bidirectional_attention": None,
     },
     optional=("moe", "full_attention", "per_layer_input", "kv_sharing"),
-    key_mappings=(KeyMapping(_outer, Layers("model.layers.{layer}.", _layer)),),
-    ignore=_ignore,
+    key_mappings=(KeyMapping(_gemma.outer, Layers("model.layers.{layer}.", _layer)),),
+    ignore=_gemma.ignore,
 )

@@ -21,6 +21,7 @@ from bridge.hf._unread import (
     without_rope_extras,
 )
 from bridge.models import (
+    AltUpConfig,
     DecoderConfig,
     DeltaNetConfig,
     FullAttentionConfig,
@@ -47,6 +48,7 @@ _PARTS = {
     "full_attention": FullAttentionConfig,
     "kv_sharing": KVSharingConfig,
     "per_layer_input": PerLayerInputConfig,
+    "altup": AltUpConfig,
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,

@@ -1,5 +1,6 @@
 """Reference models, into which the weights of the supported families are loaded."""
 
+from bridge.models._altup_config import AltUpConfig as AltUpConfig
 from bridge.models._attention import Attention as Attention
 from bridge.models._attention import dot_product_attention as dot_product_attention
 from bridge.models._attention import kernel_of_call as kernel_of_call

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
+from bridge.models._altup_config import AltUpConfig
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._full_attention_config import FullAttentionConfig
@@ -135,6 +136,12 @@ class DecoderConfig:
       embedding_norm: Whether embeddings are normed before the first layer.
       per_layer_input: Sizes of the inputs that each layer has of each token; None for
         none.
+      altup: Several residual streams, of which layers run on one; None for one stream.
+      laurel_rank: Width of the learned residual beside attention, with which the stream
+        is averaged; None without one.
+      gate_sparsity: Part of the values of an MLP's gate that `cut_gate_layers` set to
+        zero, if they are normally distributed; None where none does.
+      cut_gate_layers: Indices of these layers.
       layer_scale: Whether the stream behind each layer is multiplied by a number of the
         layer, which no gradient trains.
       residual_in_fp32: Whether the residual stream is at least float32 for weights of
@@ -214,6 +221,10 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
     per_layer_input: PerLayerInputConfig | None = None
+    altup: AltUpConfig | None = None
+    laurel_rank: int | None = None
+    gate_sparsity: float | None = None
+    cut_gate_layers: tuple[int, ...] = ()
     layer_scale: bool = False
     residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
@@ -288,6 +299,7 @@ class DecoderConfig:
                 i in indexed,
                 own and types[i] == "full_attention",
                 i >= first_reusing,
+                i in self.cut_gate_layers,
             )
             for i in layers
         )
@@ -389,6 +401,7 @@ class DecoderConfig:
                 f"must be {heads} and {self.mla.qk_head_dim}"
             )
         wrong += self._inconsistent_indexers() + self._inconsistent_sharing()
+        wrong += self._inconsistent_streams()
         return wrong + self._inconsistent_layers()
 
     def _inconsistent_indexers(self) -> list[str]:
@@ -435,6 +448,24 @@ class DecoderConfig:
         wrong += [
             f"kv_sharing: not beside {name}" for name in beside if getattr(self, name)
         ]
+        return wrong
+
+    def _inconsistent_streams(self) -> list[str]:
+        wrong = []
+        if self.altup is not None and self.per_layer_input is None:
+            wrong.append("altup: per_layer_input is what a layer adds to its streams")
+        if self.laurel_rank is not None and self.norm_placement != "both":
+            wrong.append("laurel_rank: norm_placement is 'both'")
+        kinds = set(self.layer_types or ("full_attention",))
+        others = sorted(kinds - {"full_attention", "sliding_attention"})
+        if others and (self.altup or self.laurel_rank):
+            wrong.append(f"altup and laurel_rank: not beside {', '.join(others)}")
+        if bool(self.cut_gate_layers) != (self.gate_sparsity is not None):
+            wrong.append("gate_sparsity and cut_gate_layers: both or neither")
+        if self.gate_sparsity is not None and not 0 < self.gate_sparsity < 1:
+            wrong.append(f"gate_sparsity {self.gate_sparsity}: between 0 and 1")
+        if self.cut_gate_layers and (self.moe or not self.gated_mlp):
+            wrong.append("cut_gate_layers: their MLPs are dense and gated")
         return wrong
 
     def _inconsistent_features(self) -> list[str]:
@@ -492,7 +523,8 @@ class DecoderConfig:
             wrong.append("layer_types are chunked, but attention_chunk_size is None")
         if self.dense_layers and self.moe is None:
             wrong.append("dense_layers are set, but there is no moe")
-        for name in ("dense_layers", "no_rope_layers", "mixer_only_layers"):
+        listed = ("dense_layers", "no_rope_layers", "mixer_only_layers")
+        for name in (*listed, "cut_gate_layers"):
             if outside := [i for i in getattr(self, name) if not 0 <= i < layers]:
                 wrong.append(f"{name} {outside} are none of the {layers} layers")
         if types is not None and not wrong:
@@ -536,4 +568,5 @@ _SIZES = (
     "max_position_embeddings",
     "sliding_window",
     "attention_chunk_size",
+    "laurel_rank",
 )

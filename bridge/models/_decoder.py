@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from bridge.models._altup import StreamProjections
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
@@ -135,6 +136,10 @@ class Decoder(nnx.Module):
                 config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
             )
         self.per_layer_inputs = inputs
+        streams = None
+        if config.altup is not None:
+            streams = StreamProjections(config, rngs=rngs, param_dtype=param_dtype)
+        self.streams = streams
         normed = config.embedding_norm
         self.embed_norm = make_norm(config, param_dtype) if normed else None
 
@@ -345,11 +350,13 @@ class Decoder(nnx.Module):
         """Returns the residual stream before the first layer and after each layer.
 
         Used to find the first layer where two models differ. The last entry is normed,
-        as in transformers.
+        as in transformers. Of several streams, each entry before it is the active one.
         """
         start = self._start(tokens, positions)
         x, states = self._run(apply_and_keep, start, segment_ids)
         states = in_layer_order(self.config, states)
+        if self.config.altup is not None:
+            states = states[..., self.config.altup.active, :]
         return jnp.concatenate([start.x[None], states[:-1], self.norm(x)[None]])
 
     def _start(self, tokens: Ids, positions: Ids | None) -> _Start:
@@ -370,17 +377,19 @@ class Decoder(nnx.Module):
     ) -> tuple[Stream, list[Any]]:
         """Runs all layers; see `run_layers`."""
         tables = position_tables(self.config, start.positions, start.x.dtype)
-        return run_layers(
+        streams = self.streams
+        x, ys = run_layers(
             self.config,
             self.scan,
             unit,
             self._blocks(),
-            start.x,
+            start.x if streams is None else streams.split(start.x),
             (tables, *consts),
             cache=cache,
             experts=experts,
             inputs_of_layers=start.inputs_of_layers,
         )
+        return (x if streams is None else streams.join(x)), ys
 
     def _blocks(self) -> list[list[DecoderLayer]]:
         """Returns the stacks of each block."""

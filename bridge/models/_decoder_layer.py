@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from bridge.models._altup import AltUp, Streams
 from bridge.models._attention import Attention, Window, dot_product_attention
 from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
@@ -19,6 +20,7 @@ from bridge.models._delta_net import DeltaNet
 from bridge.models._float8 import Product, plain_product
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
+from bridge.models._laurel import Laurel
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
 from bridge.models._layer_state import (
     AttentionMambaState,
@@ -45,7 +47,7 @@ from bridge.models._short_conv import ShortConv
 Stream = Float[Array, "batch seq embed"]
 Experts = Int[Array, "batch seq chosen"]
 PerLayer = dict[str, Array]
-Carry = Stream | SelectedStream | SharedStream
+Carry = Stream | Streams | SelectedStream | SharedStream
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the residual stream that enters a layer."""
@@ -166,6 +168,14 @@ class DecoderLayer(nnx.Module):
                 config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
             )
         self.per_layer_input = added
+        altup = laurel = None
+        if config.altup is not None:
+            altup = AltUp(config, rngs=rngs, param_dtype=param_dtype)
+        if config.laurel_rank is not None:
+            laurel = Laurel(
+                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
+            )
+        self.altup, self.laurel = altup, laurel
         self.parallel = placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.multipliers = config.multipliers or MultipliersConfig()
@@ -242,7 +252,10 @@ class DecoderLayer(nnx.Module):
         """Runs the layer on some rows."""
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
-        shared = context.shared
+        shared, predicted = context.shared, None
+        if self.altup is not None:
+            predicted = self.altup.predict(x)
+            x = predicted[:, :, self.altup.active]
         normed = _apply(self.input_layernorm, x)
         normed_input = self.constrain(normed, "input")
         if self.mixer == "attention_mamba":
@@ -261,9 +274,10 @@ class DecoderLayer(nnx.Module):
             mixer_output, cache = self._attend(mixer_input, cache, context)
         else:
             mixer_output, cache = self._recur(self.mixer, normed_input, cache, context)
-        stream, routed = self._add(x, normed_input, mixer_output, experts)
+        residual = None if self.laurel is None else self.laurel(normed)
+        stream, routed = self._add(x, normed_input, mixer_output, experts, residual)
         if self.per_layer_input is not None and context.own_input is not None:
-            stream = self.per_layer_input(stream, context.own_input)
+            stream = self._add_input(stream, predicted, context.own_input)
         if self.layer_scalar is not None:
             stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
         after = stream if selected is None else SelectedStream(stream, selected)
@@ -348,6 +362,7 @@ class DecoderLayer(nnx.Module):
         normed_input: Stream,
         mixer_output: Stream,
         experts: Experts | None,
+        residual: Stream | None = None,
     ) -> tuple[Stream, Routed | None]:
         """Adds the outputs of attention and MLP, in series or parallel."""
         if self.parallel:
@@ -359,10 +374,21 @@ class DecoderLayer(nnx.Module):
             both = self._scaled(mixer_output) + self._scaled(y)
             return x + self.constrain(both, "output"), routed
         mixer_output = self.constrain(mixer_output, "output")
-        return self._feed(
-            x + self._scaled(_apply(self.post_attention_layernorm, mixer_output)),
-            experts,
-        )
+        x = x + self._scaled(_apply(self.post_attention_layernorm, mixer_output))
+        if residual is not None:
+            x = scale_by(x + residual, 2**-0.5)
+        return self._feed(x, experts)
+
+    def _add_input(
+        self, stream: Stream, predicted: Streams | None, own: Stream
+    ) -> Stream | Streams:
+        """Adds the input of the layer; of several streams to all but the first."""
+        assert self.per_layer_input is not None
+        if self.altup is None or predicted is None:
+            return stream + self.per_layer_input(stream, own)
+        streams = self.altup.correct(predicted, stream)
+        added = self.per_layer_input(self.altup.scaled(streams), own)
+        return streams.at[:, :, 1:].add(added[:, :, None])
 
     def _feed(self, x: Stream, experts: Experts | None) -> tuple[Stream, Routed | None]:
         """Adds the output of the MLP, if there is one."""
@@ -456,6 +482,7 @@ def _make_channels(
         config,
         config.mlp_width(kind),
         bias=config.mlp_bias,
+        sparsity=config.gate_sparsity if kind.cuts_gate else None,
         rngs=rngs,
         param_dtype=param_dtype,
     )

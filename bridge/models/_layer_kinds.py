@@ -27,6 +27,7 @@ class LayerKind:
       indexes: Whether an indexer selects the keys that its queries attend to.
       is_full: Whether its attention has the sizes of `full_attention` of the config.
       reuses: Whether it attends to keys and values of an earlier layer.
+      cuts_gate: Whether its MLP keeps only the largest values of the gate.
     """
 
     mixer: Mixer | None = "attention"
@@ -34,6 +35,7 @@ class LayerKind:
     indexes: bool = False
     is_full: bool = False
     reuses: bool = False
+    cuts_gate: bool = False
 
     @property
     def attends(self) -> bool:

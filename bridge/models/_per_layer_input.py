@@ -1,4 +1,4 @@
-"""Inputs that each layer has of each token, and the part of a layer that adds them."""
+"""Inputs that each layer has of each token, and the part of a layer that reads them."""
 
 from functools import partial
 
@@ -42,6 +42,7 @@ class PerLayerInputs(nnx.Module):
         self.embed_tokens = Embedding(sizes.vocab_size, width, **of)
         self.projection = Linear((config.hidden_size,), (width,), **of)
         self.norm = _norm(config, sizes.size, param_dtype)
+        self.num_rows = sizes.vocab_size
         self.shape = (config.num_hidden_layers, sizes.size)
         self.hidden_size = config.hidden_size
         self.constrain = constrain
@@ -56,6 +57,8 @@ class PerLayerInputs(nnx.Module):
           x: Residual stream before the first layer.
         """
         shape = (*tokens.shape, *self.shape)
+        # Tokens that only the other embedding has share row 0, as in transformers.
+        tokens = jnp.where(tokens < self.num_rows, tokens, 0)
         own = self.constrain(self.embed_tokens(tokens), "embeddings").reshape(shape)
         # The factor is rounded to the dtype of the weights, as in training.
         own = own * jnp.asarray(self.shape[1] ** 0.5, own.dtype)
@@ -66,7 +69,7 @@ class PerLayerInputs(nnx.Module):
 
 
 class PerLayerInput(nnx.Module):
-    """Part of a layer that adds its input, gated by the stream, to the stream.
+    """Part of a layer that gates its input by the stream, and projects it.
 
     Its matrices are narrow on one side, and tensor parallelism does not split them.
 
@@ -102,14 +105,14 @@ class PerLayerInput(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], own: Float[Array, "batch seq size"]
     ) -> Float[Array, "batch seq embed"]:
-        """Returns the stream with the input of the layer.
+        """Returns what the layer adds to the stream.
 
         Args:
           x: Residual stream behind the MLP.
           own: Input of the layer.
         """
         inside = self.activation(self.constrain(self.gate(x), "tokens")) * own
-        return x + self.norm(self.constrain(self.projection(inside), "tokens"))
+        return self.norm(self.constrain(self.projection(inside), "tokens"))
 
 
 def _norm(config: DecoderConfig, width: int, param_dtype: DTypeLike) -> Norm:

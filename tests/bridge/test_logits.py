@@ -193,6 +193,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "normed values": ("gemma4", {"value_norm": False}),
     "scores without a scale": ("gemma4", {"attention_multiplier": 0.9}),
     "weights beside a dense MLP": ("gemma4-experts", {"moe.norm_topk_prob": False}),
+    "active stream": ("gemma3n", {"altup.active": 0}),
+    "cut of gates": ("gemma3n", {"gate_sparsity": 0.7}),
     "window of shared keys": ("gemma4-small", {"sliding_window": 10}),
     "selected keys": ("deepseek_v32", {"indexer.num_selected": 11}),
     "halves turned of an indexer": ("deepseek_v32", {"indexer.interleaved": True}),
@@ -236,6 +238,12 @@ def without_inputs_of_layers(model: Decoder) -> None:
     model.per_layer_inputs = None
 
 
+def without_learned_residual(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, DecoderLayer):
+            module.laurel = None
+
+
 class FirstShared(SharedAttention):
     """Attention that keeps the keys and values of the first layer, not of the last."""
 
@@ -256,6 +264,7 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "normed embeddings": ("bloom", without_embedding_norm),
     "learned activation": ("apertus", without_learned_activation),
     "norms of time steps": ("jamba", without_norms_of_time_steps),
+    "learned residual": ("gemma3n", without_learned_residual),
     "inputs of layers": ("gemma4-small", without_inputs_of_layers),
     "keys of the last layer": ("gemma4-small", with_keys_of_the_first_layer),
     "norms of states": ("jamba", without_norms_of_states),
