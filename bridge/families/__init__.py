@@ -44,6 +44,7 @@ from bridge.families import (
     internlm3,
     jamba,
     lfm2,
+    lfm2_moe,
     llama,
     llama4,
     mamba,
@@ -88,7 +89,7 @@ _MODULES = (
     *(hunyuan_v1_dense, qwen2_moe, olmoe, qwen3_moe, mixtral, gpt_oss, granitemoe),
     *(granitemoeshared, deepseek_v2, deepseek_v3, glm4_moe, ernie4_5_moe, minimax_m2),
     *(hunyuan_v1_moe, dots1, glm4_moe_lite, ministral3),
-    *(deepseek_v32, glm_moe_dsa, gemma4, gemma3n),
+    *(deepseek_v32, glm_moe_dsa, gemma4, gemma3n, lfm2_moe),
     *(lfm2, qwen3_next, qwen3_5, qwen3_5_moe, granitemoehybrid),
     *(nemotron_h, falcon_h1, mamba, mamba2, jamba, minicpm3),
 )

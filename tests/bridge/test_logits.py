@@ -193,6 +193,10 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "normed values": ("gemma4", {"value_norm": False}),
     "scores without a scale": ("gemma4", {"attention_multiplier": 0.9}),
     "weights beside a dense MLP": ("gemma4-experts", {"moe.norm_topk_prob": False}),
+    "scaling of experts beside convolutions": (
+        "lfm2_moe",
+        {"moe.routed_scaling_factor": 1.0},
+    ),
     "active stream": ("gemma3n", {"altup.active": 0}),
     "cut of gates": ("gemma3n", {"gate_sparsity": 0.7}),
     "window of shared keys": ("gemma4-small", {"sliding_window": 10}),

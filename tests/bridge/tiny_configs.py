@@ -680,6 +680,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "mlp_bias": True,
     },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "routed_scaling_factor": 1.5,
+    },
     "lfm2-biased": {
         "model_type": "lfm2",
         "num_hidden_layers": 3,
