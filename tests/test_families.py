@@ -42,9 +42,11 @@ LIKE_OTHERS = {
     *("internlm3", "hunyuan", "hunyuan_moe", "granitemoe", "granitemoeshared"),
     *("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax_m2", "dots1", "ministral3"),
     *("mpt", "phimoe", "mamba", "mamba2", "falcon_h1", "apertus", "llama4"),
-    *("jamba", "minicpm3", "deepseek_v32", "glm_moe_dsa", "gemma4"),
+    *("lfm2_moe", "jamba", "minicpm3", "deepseek_v32", "glm_moe_dsa", "gemma4"),
 }
-LATER = ELSEWHERE | LIKE_OTHERS
+# Of many kinds of layers, each compiled by itself; over tp in test_hybrid_families.py.
+LONG_TO_COMPILE = {"gemma3n"}
+LATER = ELSEWHERE | LIKE_OTHERS | LONG_TO_COMPILE
 CASES = [
     pytest.param(name, marks=(pytest.mark.long,) if name in LATER else ())
     for name in FAMILIES

@@ -66,6 +66,11 @@ CASES = {
     "Mamba 1 over tp": Case("jamba-dense", {"tp": 2}, EVEN),
     "Mamba 1 beside experts over ep": Case("jamba", {"ep": 2}),
     "Mamba 1 over pp": Case("mamba", {"pp": 2}, stack="layers"),
+    "keys of earlier layers over tp": Case(
+        "gemma4-small", {"tp": 2}, EVEN | {"vocab_size_per_layer_input": 132}
+    ),
+    "keys of earlier layers over dp": Case("gemma4-small", {"dp_shard": 2}),
+    "streams over tp": Case("gemma3n", {"tp": 2}, EVEN),
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
 }
 

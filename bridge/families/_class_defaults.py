@@ -34,6 +34,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "qwen3": _sizes(151936, 4096, 22016, 32, 32),
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "gemma3n_text": _sizes(262400, 2048, None, 35, 8),
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
     "phi3": _sizes(32064, 3072, 8192, 32, 32),
     "llama4_text": _sizes(202048, 5120, None, 48, 40),

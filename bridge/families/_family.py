@@ -223,6 +223,20 @@ def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
             "full_head_dim": full.head_dim,
             "full_kv_heads": full.num_key_value_heads,
         }
+    if (sharing := config.kv_sharing) is not None:
+        sizes["reusing_mlp"] = sharing.intermediate_size
+    if (inputs := config.per_layer_input) is not None:
+        sizes |= {
+            "layer_input": inputs.size,
+            "layer_inputs": inputs.size * config.num_hidden_layers,
+            "layer_input_vocab": inputs.vocab_size,
+        }
+    if (altup := config.altup) is not None:
+        count = altup.num_streams
+        sizes |= dict.fromkeys(("streams", "streams_in", "streams_out"), count)
+        sizes["other_stream"] = count - 1
+    if config.laurel_rank is not None:
+        sizes["laurel_rank"] = config.laurel_rank
     if (indexer := config.indexer) is not None:
         sizes |= {"index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
     sizes |= _mixer_sizes(config)

@@ -236,13 +236,13 @@ NO_ROPE_LAYERS = _no_rope_layers()
 """`no_rope_layers` of a file has a 1 for each layer that has a rope."""
 
 
-def first_dense(default: int) -> FieldTransform:
+def first_dense(default: int, name: str = "first_k_dense_replace") -> FieldTransform:
     """Reads how many of the first layers are dense.
 
     Args:
       default: What transformers takes where the file does not say.
+      name: The field.
     """
-    name = "first_k_dense_replace"
 
     def read(fields: Fields) -> dict[str, Any]:
         count = min(fields[name], fields["num_hidden_layers"])

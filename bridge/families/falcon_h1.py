@@ -93,7 +93,8 @@ def _read_mamba(fields: Mapping[str, Any]) -> dict[str, Any]:
     if heads * head_dim != width:
         wrong.append(
             f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not mamba_d_ssm "
-            f"{width}"
+            f"{width}: set it to {heads * head_dim} in the file; transformers takes "
+            "1024 where a file leaves it out, and refuses this too"
         )
     if into != back:
         wrong.append(

@@ -1,7 +1,8 @@
 """Gemma 4, the text model: full layers have wider heads, and may have experts.
 
-Of the models that also see and hear, the text part is read. Those whose layers have
-embeddings of their own, or share keys and values (E2B, E4B), are refused.
+Those of E2B and E4B have an input of each token for each layer, and their last layers
+attend to keys and values of earlier ones. Of the models that also see and hear, the
+text part is read.
 
 Source: transformers `configuration_gemma4.py`, `modeling_gemma4.py`.
 """
@@ -14,14 +15,12 @@ from bridge.families import _gemma
 from bridge.families._blocks import (
     Rules,
     attention,
-    ignore_tied_head,
-    key_mapping,
     mlp,
     norm,
     norms,
     router,
 )
-from bridge.families._family import Family, Field
+from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, attention_bias, tokens
 from bridge.families._hf_rope import rope_by_layer_type
@@ -52,6 +51,8 @@ _EXPERTS = (
 def _attention(config: DecoderConfig, kind: LayerKind) -> Rules:
     """Rules of attention, with the sizes of a kind and without the values it lacks."""
     rules, full = attention(config), config.full_attention
+    if kind.reuses:
+        rules = _gemma.without_key_value(rules)
     if not kind.is_full or full is None:
         return rules
     if full.shared_key_value:
@@ -67,12 +68,16 @@ def _of_full(layout: Any) -> str:
 
 
 def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
-    is_sparse = kind.channels == "sparse"
+    is_sparse, width = (
+        kind.channels == "sparse",
+        "reusing_mlp" if kind.reuses else "mlp",
+    )
     dense = mlp(config, "mlp.", "mlp.shared_expert.", "shared_mlp")
     return (
         *_attention(config, kind),
-        *(dense + _EXPERTS if is_sparse else mlp(config)),
+        *(dense + _EXPERTS if is_sparse else mlp(config, width=width)),
         *norms({name: name for name in _gemma.NORMS}),
+        *(_gemma.LAYER_INPUT if config.per_layer_input else ()),
         Rule("layer_scalar", "layer_scalar", "one -> one"),
     )
 
@@ -159,25 +164,57 @@ def _write_moe(config: DecoderConfig) -> dict[str, Any]:
     return dict(zip(_MOE, (True, *sizes), strict=True))
 
 
-_UNMODELLED = {
-    "hidden_size_per_layer_input": (256, (0, None), "layers have no embeddings"),
-    "num_kv_shared_layers": (0, (0, None), "layers share no keys and values"),
-    "use_bidirectional_attention": (None, (None, "vision"), "texts are causal"),
+_SMALL = {
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
 }
 
 
-def _read_unmodelled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    wrong = [
-        f"{name} = {fields[name]!r}: only {modelled[0]!r} is modelled, {why}"
-        for name, (_, modelled, why) in _UNMODELLED.items()
-        if fields[name] not in modelled
-    ]
-    if wrong:
-        raise ValueError("\n".join(wrong))
+def _read_small(fields: Mapping[str, Any]) -> dict[str, Any]:
+    size, reusing = (
+        fields[name] or 0
+        for name in ("hidden_size_per_layer_input", "num_kv_shared_layers")
+    )
+    values: dict[str, Any] = {}
+    if size:
+        values["per_layer_input.size"] = size
+        values["per_layer_input.vocab_size"] = fields["vocab_size_per_layer_input"]
+    if reusing:
+        width = fields["intermediate_size"] * (
+            2 if fields["use_double_wide_mlp"] else 1
+        )
+        values["kv_sharing.num_layers"] = reusing
+        values["kv_sharing.intermediate_size"] = width
+    return values
+
+
+def _write_small(config: DecoderConfig) -> dict[str, Any]:
+    values = {**_SMALL, "hidden_size_per_layer_input": 0}
+    if (inputs := config.per_layer_input) is not None:
+        values["hidden_size_per_layer_input"] = inputs.size
+        values["vocab_size_per_layer_input"] = inputs.vocab_size
+    if (sharing := config.kv_sharing) is not None:
+        times = sharing.intermediate_size / config.intermediate_size
+        if times not in (1, 2):
+            raise ValueError(
+                f"kv_sharing.intermediate_size {sharing.intermediate_size}: once or "
+                f"twice the {config.intermediate_size} of intermediate_size"
+            )
+        values["num_kv_shared_layers"] = sharing.num_layers
+        values["use_double_wide_mlp"] = times == 2
+    return values
+
+
+def _read_direction(fields: Mapping[str, Any]) -> dict[str, Any]:
+    if (given := fields["use_bidirectional_attention"]) not in (None, "vision"):
+        raise ValueError(
+            f"use_bidirectional_attention = {given!r}: only None is modelled, "
+            "texts are causal"
+        )
     return {}
 
-
-_WITHOUT = {name: default for name, (default, _, _) in _UNMODELLED.items()}
 
 FAMILY = Family(
     model_type="gemma4_text",
@@ -212,11 +249,12 @@ FAMILY = Family(
         ),
         FieldTransform(tuple(_SIZES), _read_sizes, _write_sizes, _SIZES),
         FieldTransform(tuple(_MOE), _read_moe, _write_moe, _MOE),
+        FieldTransform(tuple(_SMALL), _read_small, _write_small, _SMALL),
         FieldTransform(
-            tuple(_WITHOUT),
-            _read_unmodelled,
-            lambda _: {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-            _WITHOUT,
+            ("use_bidirectional_attention",),
+            _read_direction,
+            lambda _: {},
+            {"use_bidirectional_attention": None},
         ),
     ),
     constants={
@@ -230,10 +268,8 @@ FAMILY = Family(
     fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0},
     passthrough={
         "use_bidirectional_attention": None,
-        "use_double_wide_mlp": False,
-        "vocab_size_per_layer_input": 262144,
     },
-    optional=("moe", "full_attention"),
-    key_mappings=(key_mapping(_layer),),
-    ignore=ignore_tied_head,
+    optional=("moe", "full_attention", "per_layer_input", "kv_sharing"),
+    key_mappings=(KeyMapping(_gemma.outer, Layers("model.layers.{layer}.", _layer)),),
+    ignore=_gemma.ignore,
 )

@@ -60,12 +60,18 @@ def _mlp() -> Rules:
     )
 
 
-def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+def mixer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    """What mixes the tokens of a layer, and the norms of the layer."""
     if kind.mixer == "short_conv":
-        mixer = _short_conv(config)
+        own = _short_conv(config)
     else:
-        mixer = attention(config, out="out_proj", norms=("q_layernorm", "k_layernorm"))
-    return mixer + _mlp() + norms(_NORMS)
+        own = attention(config, out="out_proj", norms=("q_layernorm", "k_layernorm"))
+    return own + norms(_NORMS)
+
+
+def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    """A layer with a dense MLP."""
+    return mixer(config, kind) + _mlp()
 
 
 _WIDTH = {
@@ -122,7 +128,7 @@ FAMILY = Family(
     key_mappings=(
         KeyMapping(
             outside(norm="model.embedding_norm"),
-            Layers("model.layers.{layer}.", _layer),
+            Layers("model.layers.{layer}.", layer),
         ),
     ),
     ignore=ignore_tied_head,

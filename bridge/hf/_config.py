@@ -21,15 +21,18 @@ from bridge.hf._unread import (
     without_rope_extras,
 )
 from bridge.models import (
+    AltUpConfig,
     DecoderConfig,
     DeltaNetConfig,
     FullAttentionConfig,
     IndexerConfig,
+    KVSharingConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
     MoEConfig,
     MultipliersConfig,
+    PerLayerInputConfig,
     ShortConvConfig,
 )
 from bridge.models._config import MAX_LAYERS
@@ -43,6 +46,9 @@ _PARTS = {
     "mla": MLAConfig,
     "indexer": IndexerConfig,
     "full_attention": FullAttentionConfig,
+    "kv_sharing": KVSharingConfig,
+    "per_layer_input": PerLayerInputConfig,
+    "altup": AltUpConfig,
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
     "mamba": MambaConfig,

@@ -11,11 +11,11 @@ from bridge.families._class_defaults import CLASS_DEFAULTS, TEXT_DEFAULTS
 # is none of them: all of its prompt attends to all of it.
 MULTIMODAL = frozenset(
     """
-    aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fast_vlm gemma3 gemma4
-    got_ocr2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4 llava
-    llava_next llava_next_video llava_onevision mistral3 modernvbert ovis2 perception_lm
-    qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
-    qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava voxtral
+    aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fast_vlm gemma3
+    gemma3n gemma4 got_ocr2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
+    llava llava_next llava_next_video llava_onevision mistral3 modernvbert ovis2
+    perception_lm qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe
+    qwen3_vl qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava voxtral
     """.split()
 )
 # Multimodal models whose published files have the fields of the text part beside those

@@ -1,5 +1,6 @@
 """Reference models, into which the weights of the supported families are loaded."""
 
+from bridge.models._altup_config import AltUpConfig as AltUpConfig
 from bridge.models._attention import Attention as Attention
 from bridge.models._attention import dot_product_attention as dot_product_attention
 from bridge.models._attention import kernel_of_call as kernel_of_call
@@ -26,6 +27,7 @@ from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._grouped import grouped_matmul as grouped_matmul
 from bridge.models._indexer_config import IndexerConfig as IndexerConfig
+from bridge.models._kv_sharing_config import KVSharingConfig as KVSharingConfig
 from bridge.models._layer_kinds import LayerBlock as LayerBlock
 from bridge.models._layer_kinds import LayerKind as LayerKind
 from bridge.models._layer_kinds import LayerStack as LayerStack
@@ -48,6 +50,9 @@ from bridge.models._moe import expert_parallel_rules as expert_parallel_rules
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig
 from bridge.models._multipliers_config import MultipliersConfig as MultipliersConfig
+from bridge.models._per_layer_input_config import (
+    PerLayerInputConfig as PerLayerInputConfig,
+)
 from bridge.models._positions import Positions as Positions
 from bridge.models._positions import positions_in_order as positions_in_order
 from bridge.models._query_scale_config import QueryScaleConfig as QueryScaleConfig

@@ -34,10 +34,10 @@ def empty_cache(
 
     Returns:
       One cache per stack of `config.layer_stacks`, with a leading layer dim; None for
-      layers that mix no tokens.
+      layers that mix no tokens, or attend to the cache of another.
     """
     made = {
-        "attention": _key_values,
+        "attention": key_values,
         "indexed": _indexed_key_values,
         "short_conv": _conv_state,
         "delta_net": _delta_net_state,
@@ -50,13 +50,24 @@ def empty_cache(
         name = "indexed" if stack.kind.indexes else stack.kind.mixer
         dims = (len(stack.layers), batch)
         own = config.of_kind(stack.kind)
-        caches.append(name and made[name](own, dims, slots, dtype))
+        if name is None or stack.kind.reuses:
+            caches.append(None)
+        else:
+            caches.append(made[name](own, dims, slots, dtype))
     return caches
 
 
-def _key_values(
-    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+def key_values(
+    config: DecoderConfig, dims: tuple[int, ...], slots: int, dtype: DTypeLike
 ) -> KeyValues:
+    """Returns zeroed keys and values.
+
+    Args:
+      config: Config of the decoder, with the sizes of the layer.
+      dims: Leading dims, of which the last is the batch.
+      slots: Number of keys.
+      dtype: Dtype of keys and values.
+    """
     heads = config.num_attention_heads if config.mla else config.num_key_value_heads
     shape = (*dims, slots, heads)
     return KeyValues(
@@ -71,7 +82,7 @@ def _indexed_key_values(
     sizes = config.indexer
     assert sizes is not None
     return IndexedKeyValues(
-        _key_values(config, dims, slots, dtype),
+        key_values(config, dims, slots, dtype),
         jnp.zeros((*dims, slots, sizes.head_dim), dtype),
     )
 
@@ -138,7 +149,7 @@ def _attention_mamba_state(
     config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
 ) -> AttentionMambaState:
     return AttentionMambaState(
-        _key_values(config, dims, slots, dtype),
+        key_values(config, dims, slots, dtype),
         _mamba_state(config, dims, slots, dtype),
     )
 

@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any, Literal
 
+from bridge.models._altup_config import AltUpConfig
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._full_attention_config import FullAttentionConfig
 from bridge.models._indexer_config import IndexerConfig
+from bridge.models._kv_sharing_config import KVSharingConfig
 from bridge.models._layer_kinds import (
     Channels,
     LayerBlock,
@@ -20,6 +22,7 @@ from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
 from bridge.models._moe_config import MoEConfig
 from bridge.models._multipliers_config import MultipliersConfig
+from bridge.models._per_layer_input_config import PerLayerInputConfig
 from bridge.models._query_scale_config import QueryScaleConfig
 from bridge.models._rope_config import RopeConfig
 from bridge.models._short_conv_config import ShortConvConfig
@@ -100,6 +103,8 @@ class DecoderConfig:
       mla: Sizes of latent attention; None for grouped-query attention.
       full_attention: Sizes of full-attention layers among sliding ones, where they
         differ; None for those of all layers.
+      kv_sharing: Last layers, which attend to keys and values of earlier ones; None if
+        each layer has its own.
       indexer: Sizes of the indexer that selects the keys of latent attention; None to
         attend to all keys.
       shared_indexer_layers: Indices of layers without an indexer, which attend to the
@@ -129,6 +134,14 @@ class DecoderConfig:
       multipliers: Factors inside of layers; None for 1 everywhere.
       embedding_multiplier: Factor of the embeddings.
       embedding_norm: Whether embeddings are normed before the first layer.
+      per_layer_input: Sizes of the inputs that each layer has of each token; None for
+        none.
+      altup: Several residual streams, of which layers run on one; None for one stream.
+      laurel_rank: Width of the learned residual beside attention, with which the stream
+        is averaged; None without one.
+      gate_sparsity: Part of the values of an MLP's gate that `cut_gate_layers` set to
+        zero, if they are normally distributed; None where none does.
+      cut_gate_layers: Indices of these layers.
       layer_scale: Whether the stream behind each layer is multiplied by a number of the
         layer, which no gradient trains.
       residual_in_fp32: Whether the residual stream is at least float32 for weights of
@@ -186,6 +199,7 @@ class DecoderConfig:
     clip_qkv: float | None = None
     mla: MLAConfig | None = None
     full_attention: FullAttentionConfig | None = None
+    kv_sharing: KVSharingConfig | None = None
     indexer: IndexerConfig | None = None
     shared_indexer_layers: tuple[int, ...] = ()
     short_conv: ShortConvConfig | None = None
@@ -206,6 +220,11 @@ class DecoderConfig:
     multipliers: MultipliersConfig | None = None
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
+    per_layer_input: PerLayerInputConfig | None = None
+    altup: AltUpConfig | None = None
+    laurel_rank: int | None = None
+    gate_sparsity: float | None = None
+    cut_gate_layers: tuple[int, ...] = ()
     layer_scale: bool = False
     residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
@@ -271,15 +290,29 @@ class DecoderConfig:
         indexed = set() if self.indexer is None else set(layers)
         indexed -= set(self.shared_indexer_layers)
         own = self.full_attention is not None
+        sharing = self.kv_sharing
+        first_reusing = len(layers) - (sharing.num_layers if sharing else 0)
         return tuple(
             LayerKind(
                 _MIXERS.get(types[i], "attention"),
                 channels[i],
                 i in indexed,
                 own and types[i] == "full_attention",
+                i >= first_reusing,
+                i in self.cut_gate_layers,
             )
             for i in layers
         )
+
+    def mlp_width(self, kind: LayerKind) -> int:
+        """Returns the width inside the dense MLPs of layers of a kind.
+
+        Args:
+          kind: Kind of the layers.
+        """
+        if kind.reuses and self.kv_sharing is not None:
+            return self.kv_sharing.intermediate_size
+        return self.intermediate_size
 
     def of_kind(self, kind: LayerKind) -> "DecoderConfig":
         """Returns the config with the sizes that attention has in layers of a kind.
@@ -292,11 +325,16 @@ class DecoderConfig:
         if not kind.is_full:
             rope = self.sliding_rope or self.rope
             return dataclasses.replace(
-                self, full_attention=None, rope=rope, sliding_rope=None
+                self,
+                full_attention=None,
+                kv_sharing=None,
+                rope=rope,
+                sliding_rope=None,
             )
         return dataclasses.replace(
             self,
             full_attention=None,
+            kv_sharing=None,
             head_dim=full.head_dim,
             num_key_value_heads=full.num_key_value_heads,
         )
@@ -362,7 +400,9 @@ class DecoderConfig:
                 f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "
                 f"must be {heads} and {self.mla.qk_head_dim}"
             )
-        return wrong + self._inconsistent_indexers() + self._inconsistent_layers()
+        wrong += self._inconsistent_indexers() + self._inconsistent_sharing()
+        wrong += self._inconsistent_streams()
+        return wrong + self._inconsistent_layers()
 
     def _inconsistent_indexers(self) -> list[str]:
         indexer, shared = self.indexer, self.shared_indexer_layers
@@ -383,6 +423,49 @@ class DecoderConfig:
                 f"shared_indexer_layers {outside}: behind the first layer, and of the "
                 f"{self.num_hidden_layers} layers"
             )
+        return wrong
+
+    def _inconsistent_sharing(self) -> list[str]:
+        if (sharing := self.kv_sharing) is None:
+            return []
+        first, wrong = self.num_hidden_layers - sharing.num_layers, []
+        if first < 1:
+            wrong.append(
+                f"kv_sharing.num_layers {sharing.num_layers} leaves none of the "
+                f"{self.num_hidden_layers} layers with keys and values"
+            )
+        types = self.layer_types or ()
+        if orphans := sorted(set(types[first:]) - set(types[:first])):
+            wrong.append(
+                f"kv_sharing: {', '.join(orphans)} comes behind layer {first} alone, "
+                "and no layer before has its keys and values"
+            )
+        if self.full_attention is None:
+            wrong.append("kv_sharing: full_attention tells its types of layers apart")
+        if self.moe is not None:
+            wrong.append("kv_sharing: its layers are dense, and moe is set")
+        beside = ("attention_gate", "clip_qkv", "qk_norm_after_rope", "multipliers")
+        wrong += [
+            f"kv_sharing: not beside {name}" for name in beside if getattr(self, name)
+        ]
+        return wrong
+
+    def _inconsistent_streams(self) -> list[str]:
+        wrong = []
+        if self.altup is not None and self.per_layer_input is None:
+            wrong.append("altup: per_layer_input is what a layer adds to its streams")
+        if self.laurel_rank is not None and self.norm_placement != "both":
+            wrong.append("laurel_rank: norm_placement is 'both'")
+        kinds = set(self.layer_types or ("full_attention",))
+        others = sorted(kinds - {"full_attention", "sliding_attention"})
+        if others and (self.altup or self.laurel_rank):
+            wrong.append(f"altup and laurel_rank: not beside {', '.join(others)}")
+        if bool(self.cut_gate_layers) != (self.gate_sparsity is not None):
+            wrong.append("gate_sparsity and cut_gate_layers: both or neither")
+        if self.gate_sparsity is not None and not 0 < self.gate_sparsity < 1:
+            wrong.append(f"gate_sparsity {self.gate_sparsity}: between 0 and 1")
+        if self.cut_gate_layers and (self.moe or not self.gated_mlp):
+            wrong.append("cut_gate_layers: their MLPs are dense and gated")
         return wrong
 
     def _inconsistent_features(self) -> list[str]:
@@ -440,7 +523,8 @@ class DecoderConfig:
             wrong.append("layer_types are chunked, but attention_chunk_size is None")
         if self.dense_layers and self.moe is None:
             wrong.append("dense_layers are set, but there is no moe")
-        for name in ("dense_layers", "no_rope_layers", "mixer_only_layers"):
+        listed = ("dense_layers", "no_rope_layers", "mixer_only_layers")
+        for name in (*listed, "cut_gate_layers"):
             if outside := [i for i in getattr(self, name) if not 0 <= i < layers]:
                 wrong.append(f"{name} {outside} are none of the {layers} layers")
         if types is not None and not wrong:
@@ -484,4 +568,5 @@ _SIZES = (
     "max_position_embeddings",
     "sliding_window",
     "attention_chunk_size",
+    "laurel_rank",
 )

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
+from bridge.models._altup import StreamProjections
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
@@ -30,12 +31,27 @@ from bridge.models._layer_loop import (
 from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
+from bridge.models._per_layer_input import PerLayerInputs
 from bridge.models._positions import Ids, Positions, positions_in_order
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 
 Routes = Int[Array, "layers batch seq chosen"]
+
+
+class _Start(NamedTuple):
+    """What the layers receive of tokens.
+
+    Attributes:
+      x: Residual stream before the first layer.
+      positions: Position of each token.
+      inputs_of_layers: Input that each layer has of each token; None for none.
+    """
+
+    x: Stream
+    positions: Ids
+    inputs_of_layers: Float[Array, "layers batch seq size"] | None
 
 
 class Decoder(nnx.Module):
@@ -114,6 +130,16 @@ class Decoder(nnx.Module):
         learned = config.learned_positions
         self.embed_positions = table(longest, embed) if learned else None
 
+        inputs = None
+        if config.per_layer_input is not None:
+            inputs = PerLayerInputs(
+                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
+            )
+        self.per_layer_inputs = inputs
+        streams = None
+        if config.altup is not None:
+            streams = StreamProjections(config, rngs=rngs, param_dtype=param_dtype)
+        self.streams = streams
         normed = config.embedding_norm
         self.embed_norm = make_norm(config, param_dtype) if normed else None
 
@@ -222,10 +248,8 @@ class Decoder(nnx.Module):
           Normed final states, the input of the head; and the cache with the new
           tokens.
         """
-        x, _ = self._start(tokens, positions)
-        x, cache = self._run(
-            extend_layer, x, positions, positions, is_token, cache=cache
-        )
+        start = self._start(tokens, positions)
+        x, cache = self._run(extend_layer, start, positions, is_token, cache=cache)
         return self.constrain(self.norm(x), "input"), cache
 
     def final_states(
@@ -256,8 +280,8 @@ class Decoder(nnx.Module):
         """
         if experts is not None:
             self._check_experts(tokens, experts)
-        x, positions = self._start(tokens, positions)
-        x, stats = self._run(apply_layer, x, positions, segment_ids, experts=experts)
+        start = self._start(tokens, positions)
+        x, stats = self._run(apply_layer, start, segment_ids, experts=experts)
         states = self.constrain(self.norm(x), "input")
         return states, in_layer_order(self.config, stats)
 
@@ -279,8 +303,8 @@ class Decoder(nnx.Module):
         """
         if not sparse_layers(self.config):
             raise ValueError("This decoder has no experts: its config has moe=None.")
-        x, positions = self._start(tokens, positions)
-        _, experts = self._run(apply_and_route, x, positions, segment_ids)
+        start = self._start(tokens, positions)
+        _, experts = self._run(apply_and_route, start, segment_ids)
         return in_layer_order(self.config, experts)
 
     def _check_experts(self, tokens: Ids, experts: Routes) -> None:
@@ -326,40 +350,46 @@ class Decoder(nnx.Module):
         """Returns the residual stream before the first layer and after each layer.
 
         Used to find the first layer where two models differ. The last entry is normed,
-        as in transformers.
+        as in transformers. Of several streams, each entry before it is the active one.
         """
-        first, positions = self._start(tokens, positions)
-        x, states = self._run(apply_and_keep, first, positions, segment_ids)
+        start = self._start(tokens, positions)
+        x, states = self._run(apply_and_keep, start, segment_ids)
         states = in_layer_order(self.config, states)
-        return jnp.concatenate([first[None], states[:-1], self.norm(x)[None]])
+        if self.config.altup is not None:
+            states = states[..., self.config.altup.active, :]
+        return jnp.concatenate([start.x[None], states[:-1], self.norm(x)[None]])
 
-    def _start(self, tokens: Ids, positions: Ids | None) -> tuple[Stream, Ids]:
-        """Returns the embeddings of tokens, and their positions."""
+    def _start(self, tokens: Ids, positions: Ids | None) -> _Start:
+        """Returns what the layers receive."""
         if positions is None:
             positions = self.positions(tokens)
-        return self.constrain(self._embed(tokens, positions), "embeddings"), positions
+        x = self.constrain(self._embed(tokens, positions), "embeddings")
+        make = self.per_layer_inputs
+        return _Start(x, positions, None if make is None else make(tokens, x))
 
     def _run(
         self,
         unit: Unit,
-        x: Stream,
-        positions: Ids,
+        start: _Start,
         *consts: Any,
         cache: Sequence[LayerState | None] | None = None,
         experts: Routes | None = None,
     ) -> tuple[Stream, list[Any]]:
         """Runs all layers; see `run_layers`."""
-        tables = position_tables(self.config, positions, x.dtype)
-        return run_layers(
+        tables = position_tables(self.config, start.positions, start.x.dtype)
+        streams = self.streams
+        x, ys = run_layers(
             self.config,
             self.scan,
             unit,
             self._blocks(),
-            x,
+            start.x if streams is None else streams.split(start.x),
             (tables, *consts),
             cache=cache,
             experts=experts,
+            inputs_of_layers=start.inputs_of_layers,
         )
+        return (x if streams is None else streams.join(x)), ys
 
     def _blocks(self) -> list[list[DecoderLayer]]:
         """Returns the stacks of each block."""

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from bridge.models._altup import AltUp, Streams
 from bridge.models._attention import Attention, Window, dot_product_attention
 from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
@@ -19,6 +20,7 @@ from bridge.models._delta_net import DeltaNet
 from bridge.models._float8 import Product, plain_product
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
+from bridge.models._laurel import Laurel
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
 from bridge.models._layer_state import (
     AttentionMambaState,
@@ -33,16 +35,19 @@ from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
+from bridge.models._per_layer_input import PerLayerInput
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 from bridge.models._self_attention import LatentAttention, SelfAttention
+from bridge.models._shared_attention import SharedAttention, SharedStream
 from bridge.models._short_conv import ShortConv
 
 Stream = Float[Array, "batch seq embed"]
 Experts = Int[Array, "batch seq chosen"]
-PerLayer = dict[str, Int[Array, "..."]]
+PerLayer = dict[str, Array]
+Carry = Stream | Streams | SelectedStream | SharedStream
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the residual stream that enters a layer."""
@@ -60,13 +65,14 @@ class LayerOutput(NamedTuple):
     """Output of a layer.
 
     Attributes:
-      stream: Residual stream; beside selected keys if the layer was given both.
+      stream: Residual stream; beside selected keys, or keys and values of layers, if
+        the layer was given both.
       router_stats: Statistics of the router; None in a dense layer.
       cache: Cache with the new tokens; None if there was no cache.
       experts: Experts of each token; None in a dense layer.
     """
 
-    stream: Stream | SelectedStream
+    stream: Carry
     router_stats: RouterStats | None
     cache: LayerState | None
     experts: Experts | None
@@ -82,6 +88,8 @@ class _Context(NamedTuple):
       slots: Slots of the tokens in the cache; None without a cache.
       is_token: False behind the last token of a row; None if all are tokens.
       selected: Keys that the last indexer selected; None for all.
+      shared: Stream and the keys and values that layers share; None if they do not.
+      own_input: Input that the layer has of each token; None for none.
     """
 
     tables: PositionTables
@@ -90,6 +98,8 @@ class _Context(NamedTuple):
     slots: Slots | None
     is_token: Mask
     selected: Selected | None = None
+    shared: SharedStream | None = None
+    own_input: Float[Array, "batch seq size"] | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -152,6 +162,20 @@ class DecoderLayer(nnx.Module):
         self.post_feedforward_layernorm = norm() if after else None
         scale = jnp.ones(1, param_dtype)
         self.layer_scalar = nnx.Param(scale) if config.layer_scale else None
+        added = None
+        if config.per_layer_input is not None:
+            added = PerLayerInput(
+                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
+            )
+        self.per_layer_input = added
+        altup = laurel = None
+        if config.altup is not None:
+            altup = AltUp(config, rngs=rngs, param_dtype=param_dtype)
+        if config.laurel_rank is not None:
+            laurel = Laurel(
+                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
+            )
+        self.altup, self.laurel = altup, laurel
         self.parallel = placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.multipliers = config.multipliers or MultipliersConfig()
@@ -165,7 +189,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Stream | SelectedStream,
+        x: Carry,
         per_layer: PerLayer | None = None,
         tables: PositionTables | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
@@ -178,10 +202,12 @@ class DecoderLayer(nnx.Module):
 
         Args:
           x: Residual stream; beside selected keys if later layers attend to the keys
-            that the indexer of an earlier one selects.
+            that the indexer of an earlier one selects, or beside keys and values to
+            which later layers attend.
           per_layer: Inputs that differ between layers: `window`, the attention window
-            in tokens, `table`, the index of the rotary table, and `experts`, those of
-            each token if the router is not to choose them.
+            in tokens, `table`, the index of the rotary table, `experts`, those of each
+            token if the router is not to choose them, and `input`, what the layer has
+            of each token.
           tables: Tables of the positions; None if layers read none.
           segment_ids: Segment of each token in a packed row; None for one segment.
           cache: Cache of the previous tokens; None without a cache.
@@ -192,7 +218,8 @@ class DecoderLayer(nnx.Module):
         # Named, so that a remat policy can save it elsewhere than on the device.
         x = checkpoint_name(x, LAYER_INPUT)
         selected = x.selected if isinstance(x, SelectedStream) else None
-        x = x.stream if isinstance(x, SelectedStream) else x
+        shared = x if isinstance(x, SharedStream) else None
+        x = x.stream if isinstance(x, SelectedStream | SharedStream) else x
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
         own = _pick(tables, per_layer.get("table"))
@@ -203,6 +230,8 @@ class DecoderLayer(nnx.Module):
             slots,
             is_token,
             None if selected is None else selected > 0,
+            shared,
+            per_layer.get("input"),
         )
         if self.batch_parts == 1 or slots is not None:
             return self._run(x, selected, experts, context, cache)
@@ -223,6 +252,10 @@ class DecoderLayer(nnx.Module):
         """Runs the layer on some rows."""
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
+        shared, predicted = context.shared, None
+        if self.altup is not None:
+            predicted = self.altup.predict(x)
+            x = predicted[:, :, self.altup.active]
         normed = _apply(self.input_layernorm, x)
         normed_input = self.constrain(normed, "input")
         if self.mixer == "attention_mamba":
@@ -231,16 +264,24 @@ class DecoderLayer(nnx.Module):
             mixer_output, cache, chosen = self._attend_selected(normed, cache, context)
             if selected is not None and chosen is not None:
                 selected = chosen.astype(selected.dtype)
+        elif shared is not None:
+            mixer_output, cache, shared = self._attend_shared(
+                normed_input, cache, context, shared
+            )
         elif self.mixer == "attention":
             # Latent attention constrains its latent vectors instead of its input.
             mixer_input = normed if self.is_latent else normed_input
             mixer_output, cache = self._attend(mixer_input, cache, context)
         else:
             mixer_output, cache = self._recur(self.mixer, normed_input, cache, context)
-        stream, routed = self._add(x, normed_input, mixer_output, experts)
+        residual = None if self.laurel is None else self.laurel(normed)
+        stream, routed = self._add(x, normed_input, mixer_output, experts, residual)
+        if self.per_layer_input is not None and context.own_input is not None:
+            stream = self._add_input(stream, predicted, context.own_input)
         if self.layer_scalar is not None:
             stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
         after = stream if selected is None else SelectedStream(stream, selected)
+        after = after if shared is None else shared._replace(stream=stream)
         return _output(after, routed, cache)
 
     def _attend_selected(
@@ -256,6 +297,27 @@ class DecoderLayer(nnx.Module):
         ids = context.segment_ids
         selected = attn.select(mixer_input, own, ids, before)
         return attn(mixer_input, own, ids, selected=selected), cache, selected
+
+    def _attend_shared(
+        self,
+        mixer_input: Stream,
+        cache: LayerState | None,
+        context: "_Context",
+        shared: SharedStream,
+    ) -> tuple[Stream, LayerState | None, SharedStream]:
+        """Returns the output of attention, its cache, and what later layers read."""
+        attn, name = self.self_attn, "full" if self.is_full else "sliding"
+        assert isinstance(attn, SharedAttention)
+        before, own, window = getattr(shared, name), context.tables, context.window
+        if context.slots is None:
+            ids = context.segment_ids
+            out, used = attn.attend_shared(mixer_input, own, ids, window, before)
+        else:
+            assert cache is None or isinstance(cache, KeyValues)
+            out, cache, used = attn.extend_shared(
+                mixer_input, own, cache, context.slots, window, before
+            )
+        return out, cache, shared._replace(**{name: used})
 
     def _attend(
         self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
@@ -300,6 +362,7 @@ class DecoderLayer(nnx.Module):
         normed_input: Stream,
         mixer_output: Stream,
         experts: Experts | None,
+        residual: Stream | None = None,
     ) -> tuple[Stream, Routed | None]:
         """Adds the outputs of attention and MLP, in series or parallel."""
         if self.parallel:
@@ -311,10 +374,21 @@ class DecoderLayer(nnx.Module):
             both = self._scaled(mixer_output) + self._scaled(y)
             return x + self.constrain(both, "output"), routed
         mixer_output = self.constrain(mixer_output, "output")
-        return self._feed(
-            x + self._scaled(_apply(self.post_attention_layernorm, mixer_output)),
-            experts,
-        )
+        x = x + self._scaled(_apply(self.post_attention_layernorm, mixer_output))
+        if residual is not None:
+            x = scale_by(x + residual, 2**-0.5)
+        return self._feed(x, experts)
+
+    def _add_input(
+        self, stream: Stream, predicted: Streams | None, own: Stream
+    ) -> Stream | Streams:
+        """Adds the input of the layer; of several streams to all but the first."""
+        assert self.per_layer_input is not None
+        if self.altup is None or predicted is None:
+            return stream + self.per_layer_input(stream, own)
+        streams = self.altup.correct(predicted, stream)
+        added = self.per_layer_input(self.altup.scaled(streams), own)
+        return streams.at[:, :, 1:].add(added[:, :, None])
 
     def _feed(self, x: Stream, experts: Experts | None) -> tuple[Stream, Routed | None]:
         """Adds the output of the MLP, if there is one."""
@@ -338,7 +412,7 @@ class DecoderLayer(nnx.Module):
 
 
 def _output(
-    stream: Stream | SelectedStream, routed: Routed | None, cache: LayerState | None
+    stream: Carry, routed: Routed | None, cache: LayerState | None
 ) -> LayerOutput:
     stats, experts = (None, None) if routed is None else routed
     return LayerOutput(stream, stats, cache, experts)
@@ -380,6 +454,9 @@ def _make_attention(
         make = partial(IndexedAttention, indexes=kind.indexes)
     elif full is not None and kind.is_full:
         make = partial(SelfAttention, shared_key_value=full.shared_key_value)
+    if config.kv_sharing is not None:
+        same = full is not None and kind.is_full and full.shared_key_value
+        make = partial(SharedAttention, reuses=kind.reuses, shared_key_value=same)
     return make(
         config.of_kind(kind),
         window=_shared_window(config),
@@ -403,8 +480,9 @@ def _make_channels(
         return MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
     return MLP(
         config,
-        config.intermediate_size,
+        config.mlp_width(kind),
         bias=config.mlp_bias,
+        sparsity=config.gate_sparsity if kind.cuts_gate else None,
         rngs=rngs,
         param_dtype=param_dtype,
     )

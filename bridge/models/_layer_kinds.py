@@ -26,12 +26,16 @@ class LayerKind:
       channels: Part that works on each token alone; None without any.
       indexes: Whether an indexer selects the keys that its queries attend to.
       is_full: Whether its attention has the sizes of `full_attention` of the config.
+      reuses: Whether it attends to keys and values of an earlier layer.
+      cuts_gate: Whether its MLP keeps only the largest values of the gate.
     """
 
     mixer: Mixer | None = "attention"
     channels: Channels | None = "dense"
     indexes: bool = False
     is_full: bool = False
+    reuses: bool = False
+    cuts_gate: bool = False
 
     @property
     def attends(self) -> bool:

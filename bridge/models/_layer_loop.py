@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
@@ -18,13 +18,14 @@ from bridge.models._decoder_layer import (
 )
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
-from bridge.models._layer_state import IndexedKeyValues, LayerState
+from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
 from bridge.models._position_tables import PositionTables
 from bridge.models._positions import Ids
 from bridge.models._router_stats import RouterStats
+from bridge.models._shared_attention import SharedStream, share_nothing
 
 Scan = Callable[..., tuple[Any, Any]]
-Carry = Stream | SelectedStream
+Carry = Stream | SelectedStream | SharedStream
 Unit = Callable[..., tuple[Carry, Any]]
 
 
@@ -68,6 +69,7 @@ def run_layers(
     *,
     cache: Sequence[LayerState | None] | None = None,
     experts: Int[Array, "layers batch seq chosen"] | None = None,
+    inputs_of_layers: Float[Array, "layers batch seq size"] | None = None,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
 
@@ -81,6 +83,7 @@ def run_layers(
       consts: Trees that all layers receive.
       cache: Cache of each stack; None without one.
       experts: Experts of each token in each layer that has any; None if routers choose.
+      inputs_of_layers: Input that each layer has of each token; None for none.
 
     Returns:
       Residual stream, and one `y` per stack, with a leading layer dim.
@@ -88,13 +91,15 @@ def run_layers(
     inputs, ys = per_layer(config), []
     sparse = {layer: i for i, layer in enumerate(sparse_layers(config))}
     stacks = iter(enumerate(config.layer_stacks))
-    carry = _with_selection(config, x, cache)
+    carry = _first_carry(config, x, cache)
     for block in blocks:
         xs = []
         for _, (number, stack) in zip(block, stacks, strict=False):
             own: dict[str, Any] = {
                 name: v[np.asarray(stack.layers)] for name, v in inputs.items()
             }
+            if inputs_of_layers is not None:
+                own["input"] = inputs_of_layers[np.asarray(stack.layers)]
             if experts is not None and stack.kind.channels == "sparse":
                 own["experts"] = experts[np.asarray([sparse[i] for i in stack.layers])]
             xs.append((own,) if cache is None else (own, cache[number]))
@@ -108,11 +113,15 @@ def run_layers(
     return _stream(carry), ys
 
 
-def _with_selection(
+def _first_carry(
     config: DecoderConfig, x: Stream, cache: Sequence[LayerState | None] | None
 ) -> Carry:
-    """Puts selected keys beside the stream, if layers share them and not all are."""
+    """Puts what layers share beside the stream: selected keys, or keys and values."""
     indexer, keys = config.indexer, x.shape[1]
+    if config.kv_sharing is not None:
+        if cache is not None and isinstance(cache[0], KeyValues):
+            keys = cache[0].key.shape[2]
+        return share_nothing(config, x, keys)
     if indexer is None or not config.shared_indexer_layers:
         return x
     if cache is not None and isinstance(cache[0], IndexedKeyValues):
@@ -121,7 +130,7 @@ def _with_selection(
 
 
 def _stream(x: Carry) -> Stream:
-    return x.stream if isinstance(x, SelectedStream) else x
+    return x.stream if isinstance(x, SelectedStream | SharedStream) else x
 
 
 def sparse_layers(config: DecoderConfig) -> list[int]:

@@ -1,5 +1,6 @@
 """Dense MLP and its activations."""
 
+import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -38,6 +39,8 @@ class MLP(nnx.Module):
       config: Config of the decoder; its `intermediate_size` is not used.
       width: Width of the hidden layer.
       bias: Whether the projections have biases.
+      sparsity: Part of the values of the gate that are set to zero, if they are
+        normally distributed; None for none.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
     """
@@ -48,6 +51,7 @@ class MLP(nnx.Module):
         width: int,
         *,
         bias: bool,
+        sparsity: float | None = None,
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
     ):
@@ -66,6 +70,9 @@ class MLP(nnx.Module):
         learned = config.hidden_act == "xielu"
         self.xielu = XIELU(param_dtype=param_dtype) if learned else None
         self.activation = config.hidden_act
+        self.cut = None
+        if sparsity is not None:
+            self.cut = statistics.NormalDist().inv_cdf(sparsity)
         self.multipliers = config.multipliers or MultipliersConfig()
 
     def __call__(
@@ -77,5 +84,18 @@ class MLP(nnx.Module):
             inside = activation(self.up_proj(x))
         else:
             gate = scale_by(self.gate_proj(x), self.multipliers.gate)
-            inside = activation(gate) * self.up_proj(x)
+            inside = activation(self._largest(gate)) * self.up_proj(x)
         return scale_by(self.down_proj(inside), self.multipliers.down)
+
+    def _largest(
+        self, gate: Float[Array, "batch seq mlp"]
+    ) -> Float[Array, "batch seq mlp"]:
+        """Returns by how much values exceed a cut, or zero; all without a cut.
+
+        Source: transformers `modeling_gemma3n.py::Gemma3nTextMLP._gaussian_topk`.
+        """
+        if self.cut is None:
+            return gate
+        mean = jnp.mean(gate, axis=-1, keepdims=True)
+        deviation = jnp.std(gate, axis=-1, keepdims=True)
+        return jax.nn.relu(gate - (mean + scale_by(deviation, self.cut)))

@@ -25,6 +25,7 @@ class MoEConfig:
         set if and only if `scoring` is `sparsemixer`.
       norm_topk_prob: Whether the weights of the chosen experts are divided by their
         sum.
+      norm_topk_eps: Epsilon added to that sum, for `sigmoid`.
       routed_scaling_factor: Factor of the weights, applied last.
       n_group: Number of expert groups, of which a token first chooses some; None to
         choose among all experts.
@@ -65,6 +66,7 @@ class MoEConfig:
     scoring: Scoring = "softmax"
     sparsemixer_jitter: float | None = None
     norm_topk_prob: bool = False
+    norm_topk_eps: float = 1e-20
     routed_scaling_factor: float = 1.0
     n_group: int | None = None
     topk_group: int | None = None

@@ -87,7 +87,8 @@ class Router(nnx.Module):
         if config.norm_topk_prob:
             total = weights.sum(axis=-1, keepdims=True)
             # A sum of sigmoids can underflow to 0; a sum of top softmaxes cannot.
-            weights /= total + 1e-20 if config.scoring == "sigmoid" else total
+            least = config.norm_topk_eps if config.scoring == "sigmoid" else 0
+            weights /= total + least
         weights *= config.routed_scaling_factor
         if self.expert_scale is not None:
             scales = self.expert_scale[...].astype(weights.dtype)

@@ -97,7 +97,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     counts = [config.num_key_value_heads, full.num_key_value_heads if full else 0]
     if any(count % ranks for count in counts):
         whole += _KV
-    if config.vocab_size % ranks:
+    added = config.per_layer_input
+    rows = [config.vocab_size, added.vocab_size if added else 0]
+    if any(count % ranks for count in rows):
         whole += _VOCABULARY
     split = _COLUMNS | _ROWS | ({} if config.qk_norm == "head" else _BY_HEAD)
     return {
@@ -124,6 +126,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["hidden_size"] = config.hidden_size
     if any(kind.channels == "dense" for kind in config.layer_kinds):
         sizes["intermediate_size"] = config.intermediate_size
+        if (sharing := config.kv_sharing) is not None:
+            sizes["kv_sharing.intermediate_size"] = sharing.intermediate_size
     if (moe := config.moe) is not None:
         sizes["moe.intermediate_size"] = moe.intermediate_size
         sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size or 0

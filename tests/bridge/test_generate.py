@@ -18,12 +18,13 @@ pytestmark = pytest.mark.torch
 
 # Learned positions, latent attention, sinks, caps, windows, interleaved ropes, experts,
 # rows before position 0, heads normed once they are turned, states of other mixers,
-# two mixers side by side, distances, queries that grow, keys that an indexer selects.
+# two mixers side by side, distances, queries that grow, keys that an indexer selects,
+# keys of an earlier layer.
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("falcon_h1", "mamba2", "bloom", "ministral3", "llama4", "mamba", "jamba"),
-    *("glm_moe_dsa", "gemma4"),
+    *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n"),
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.

@@ -32,6 +32,7 @@ from bridge.models import (
 )
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
+from bridge.models._shared_attention import SharedAttention
 
 pytestmark = [pytest.mark.torch, pytest.mark.each_case]
 
@@ -192,6 +193,13 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "normed values": ("gemma4", {"value_norm": False}),
     "scores without a scale": ("gemma4", {"attention_multiplier": 0.9}),
     "weights beside a dense MLP": ("gemma4-experts", {"moe.norm_topk_prob": False}),
+    "scaling of experts beside convolutions": (
+        "lfm2_moe",
+        {"moe.routed_scaling_factor": 1.0},
+    ),
+    "active stream": ("gemma3n", {"altup.active": 0}),
+    "cut of gates": ("gemma3n", {"gate_sparsity": 0.7}),
+    "window of shared keys": ("gemma4-small", {"sliding_window": 10}),
     "selected keys": ("deepseek_v32", {"indexer.num_selected": 11}),
     "halves turned of an indexer": ("deepseek_v32", {"indexer.interleaved": True}),
     "pairs turned of an indexer": ("glm_moe_dsa", {"indexer.interleaved": False}),
@@ -230,11 +238,39 @@ def without_learned_activation(model: Decoder) -> None:
             module.xielu, module.activation = None, "relu2"
 
 
+def without_inputs_of_layers(model: Decoder) -> None:
+    model.per_layer_inputs = None
+
+
+def without_learned_residual(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, DecoderLayer):
+            module.laurel = None
+
+
+class FirstShared(SharedAttention):
+    """Attention that keeps the keys and values of the first layer, not of the last."""
+
+    def attend_shared(self, x, tables, segment_ids, window, before):
+        out, used = super().attend_shared(x, tables, segment_ids, window, before)
+        is_first = ~jnp.any(before.key)
+        return out, jax.tree.map(lambda b, u: jnp.where(is_first, u, b), before, used)
+
+
+def with_keys_of_the_first_layer(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, SharedAttention):
+            module.__class__ = FirstShared
+
+
 # Parts that have weights, so that no config without them loads the same file.
 LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "normed embeddings": ("bloom", without_embedding_norm),
     "learned activation": ("apertus", without_learned_activation),
     "norms of time steps": ("jamba", without_norms_of_time_steps),
+    "learned residual": ("gemma3n", without_learned_residual),
+    "inputs of layers": ("gemma4-small", without_inputs_of_layers),
+    "keys of the last layer": ("gemma4-small", with_keys_of_the_first_layer),
     "norms of states": ("jamba", without_norms_of_states),
 }
 

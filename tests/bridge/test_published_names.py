@@ -246,6 +246,26 @@ def test_what_is_said_of_the_entire_model_holds_for_the_text_part():
     assert left_out == {"new": 3}
 
 
+def test_keys_of_layers_that_attend_to_those_of_others_are_left_out(tmp_path):
+    fields = hf_fields("gemma4-small")
+    config = bridge.from_hf_config(fields)
+    mapping = FAMILIES["gemma4_text"].mapping(config)
+    tensors = {
+        name: np.zeros(pieces[0].source_shape, np.float32)
+        for name, pieces in mapping.by_source().items()
+    }
+    key = "model.layers.{}.self_attn.k_proj.weight"
+    assert key.format(2) in tensors and key.format(3) not in tensors
+    extra = {key.format(3): tensors[key.format(0)]}
+    path = write(tmp_path / "published", tensors | extra, fields)
+    assert len(bridge.plan(path).leaves) == len(
+        bridge.plan(write(tmp_path / "own", tensors, fields)).leaves
+    )
+    with pytest.raises(ValueError, match=facts("layers.0.self_attn.other")):
+        other = {"model.layers.0.self_attn.other.weight": extra[key.format(3)]}
+        bridge.plan(write(tmp_path / "other", tensors | other, fields))
+
+
 def test_gemma_3_is_read_as_it_is_published():
     text = {  # gemma-3-27b-it, with what its file says beside
         **{"model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376},

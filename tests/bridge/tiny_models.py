@@ -41,7 +41,7 @@ def randomize(model: torch.nn.Module, model_type: str) -> None:
             if _is_norm_scale(name) and family not in LESS_ONE:
                 weight.add_(1.0)
         for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
+            if "correction_bias" in name or "expert_bias" in name:
                 buffer.copy_(torch.randn(buffer.shape) * 0.3)
             if "layer_scalar" in name:
                 buffer.copy_(1 + torch.randn(buffer.shape) * 0.3)

@@ -165,6 +165,8 @@ def _wrong_weights(moe: MoEConfig) -> list[str]:
         wrong.append("moe.correction_bias = True: it has one of sigmoids alone")
     if moe.own_norms or moe.expert_scale:
         wrong.append("moe.own_norms, moe.expert_scale: its router has neither")
+    if moe.norm_topk_prob and moe.norm_topk_eps != 1e-20:
+        wrong.append(f"moe.norm_topk_eps = {moe.norm_topk_eps}: it adds 1e-20")
     if moe.weighted_inputs:
         wrong.append("moe.weighted_inputs = True: it weighs what experts return")
     if moe.scoring == "sparsemixer":
