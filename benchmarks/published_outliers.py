@@ -1,4 +1,4 @@
-"""What the planner does not match: rows far off, and one run of nccl-tests, with why."""
+"""Rows whose prediction is far off, and a run of nccl-tests that is not met."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ WHY = {
     "Megatron-Bridge": "Transformer Engine casts to 8-bit floats in the kernels that "
     "make a tensor; here XLA reads it again for its largest value, and again to cast",
     "axlearn JAX": "the comment of fuji.py has the mesh and the GPUs as here; the "
-    "project's paper (arXiv 2507.05411, as wizwand.com lists it) has 9.2 s for the same "
-    "model on as many H100s",
+    "project's paper (arXiv 2507.05411, as wizwand.com lists it) has 9.2 s for the "
+    "same model on as many H100s",
 }
 """Reasons by system."""
 
