@@ -16,6 +16,7 @@ is measured is the processor time to trace and compile a step, of both orders in
 While a collective runs, the cost model slows kernels down, so that communication that
 is hidden still takes time. `faster_at_most` is what a step would gain that hid the rest
 of its communication too: no order of the same collectives and kernels gains more.
+`floor_ms` is a step whose collectives are free, `waits` lists what a step waits for.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ ORDERS = ("prefetch=1", "prefetch=0", "annotations")
 PACKAGES = ("jax", "flax", "equinox", "google-tunix", "equimo")
 # The bars of the comparison: shares of a step, and units of memory.
 SHARE, ENOUGH, UNITS_MORE = 1.3, 0.02, 2
+SMALL = 0.01
+"""Part of a step from which a wait is listed."""
 
 
 def planned(form: Form, gpus: int, prefetch: int) -> fsdp.Plan:
@@ -71,6 +74,8 @@ def estimated(form: Form, gpus: int, prefetch: int) -> dict[str, Any]:
     expected = expected_collectives(found.plan)
     return {
         **times(found.timeline),
+        "floor_ms": round(1e3 * found.floor_seconds, 2),
+        "waits": waits(found.timeline),
         "compiled_gb": round(found.compiled_bytes / 1e9, 3),
         "predicted_gb": round(found.memory.total / 1e9, 3),
         "largest_unit_gb": round(largest_unit_bytes(found.plan) / 1e9, 3),
@@ -84,6 +89,20 @@ def times(timeline: Timeline) -> dict[str, float]:
         "step_ms": round(1e3 * timeline.seconds, 2),
         "exposed_of_step": round(timeline.exposed_seconds / timeline.seconds, 4),
     }
+
+
+def waits(timeline: Timeline) -> list[dict[str, Any]]:
+    """Returns the collectives for which a hundredth of the step waits, and when."""
+    return [
+        {
+            "op": sent.collective.op,
+            "unit": sent.collective.unit,
+            "begins_at": round(sent.start / timeline.seconds, 3),
+            "exposed_of_step": round(sent.exposed / timeline.seconds, 4),
+        }
+        for sent in timeline.sent
+        if sent.exposed > SMALL * timeline.seconds
+    ]
 
 
 def hidden_ms(row: dict[str, Any]) -> float:

@@ -247,7 +247,7 @@ def report(rows: Sequence[Compared]) -> dict:
             for source, split in sorted({(r["source"], r["split"]) for r in known})
         },
         "memory": [_memory(one) for one in rows if one.row["mem_gib"]],
-        "rows": [_row(one) for one in rows],
+        "rows": [row_of(one) for one in rows],
         "not_built": [
             {key: row[key] for key in ("source", "model", "gpu", "gpus")}
             | {"reason": reason_not_built(row) or "its schedule was not compiled yet"}
@@ -282,7 +282,8 @@ def summary(rows: Iterable[Compared]) -> dict[str, float | int | None]:
 _SAID = ("split", "source", "system", "model", "gpu", "gpus", "precision", "seq")
 
 
-def _row(one: Compared) -> dict:
+def row_of(one: Compared) -> dict:
+    """Returns what a row says, with its prediction, as JSON values."""
     return {key: one.row[key] for key in _SAID} | {
         "published_s": float(one.row["step_s"]),
         "predicted_s": round(one.seconds, 3),

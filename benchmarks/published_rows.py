@@ -123,9 +123,8 @@ def _remat(row: Row) -> str:
 
 def _recomputed(row: Row) -> int:
     """Returns how many layers are computed again; 0 where it is all or none."""
-    if row["remat"] == "selective":
-        return RECOMPUTED.get(row["model"], 0)  # Without a number none is built.
-    return 5 if row["remat"].startswith("full block 5 layers") else 0
+    is_counted = row["remat"] == "selective"
+    return RECOMPUTED.get(row["model"], 0) if is_counted else 0
 
 
 def _scaling(row: Row) -> str:

@@ -22,6 +22,7 @@ import jax
 import result
 from published_errors import REPORTED, compared, fitted, report
 from published_models import Program
+from published_outliers import far_off, gather_over_nodes
 from published_picture import draw
 from published_rows import (
     INDEX,
@@ -96,7 +97,11 @@ def main() -> None:
     else:
         conditions = result.begin(args, REPORTED)
         rows = compared()
-        result.write(args, conditions, report(rows))
+        found = report(rows) | {
+            "far_off": far_off(rows),
+            "all_gather_over_nodes": gather_over_nodes(),
+        }
+        result.write(args, conditions, found)
         if args.picture:
             draw(rows, args.picture)
 

@@ -77,6 +77,30 @@ def test_what_is_said_of_all_models_of_others_holds_of_each():
     assert f"would be {spans[1]} times as fast as with" in said(BRING)
 
 
+def test_models_of_others_wait_at_the_ends_of_a_step_as_said():
+    rows = [r for r in read("foreign")["rows"] if r["order"] == "prefetch=1"]
+    begin = [
+        wait["begins_at"]
+        for row in rows
+        for wait in row.get("waits", ())
+        if row["gpus"] == 64 and (row["model"], wait["unit"]) != ("scanned", "embed")
+    ]
+    early = [at for at in begin if at < 0.5]
+    late = [at for at in begin if at >= 0.5]
+    span = f"their first {max(early):.0%} or after {min(late):.0%} of them"
+    assert early and late and span.replace("%", " %") in said(BRING)
+
+
+def test_no_order_makes_models_of_others_much_faster_as_said():
+    found = {
+        one["model"]: one["faster_at_most"]
+        for one in read("foreign")["compared"]
+        if one["gpus"] == 64 and one["exposed_without"] >= 0.15
+    }
+    gains = ", ".join(f"`{model}` {gain:.2f}" for model, gain in sorted(found.items()))
+    assert f"would be as much faster: {gains}" in said(BRING)
+
+
 def exposed_of(row: dict) -> str:
     return f"{row['exposed_of_step']:.1%} of {row['step_ms']:.1f} ms"
 

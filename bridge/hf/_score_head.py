@@ -25,7 +25,7 @@ _WITHOUT = frozenset(
     | {"glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "granitemoehybrid"}
     | {"granitemoeshared", "internlm3", "lfm2", "llama4_text", "mamba", "mamba2"}
     | {"minimax_m2", "nemotron_h", "olmoe", "qwen3_5_moe_text", "deepseek_v32"}
-    | {"gemma4_text", "glm_moe_dsa"}
+    | {"gemma3n_text", "gemma4_text", "glm_moe_dsa", "lfm2_moe"}
 )
 
 

@@ -7,9 +7,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+from jaxlib.version import __version__
+
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.planner import Knob, Search, StepEstimate, search_schedules
-from fsdp_jax.training._compiler_options import Options
+from fsdp_jax.training._compiler_options import (
+    Options,
+    pipelining_modes,
+    unmeasured_options,
+)
 
 _MIB = 1 << 20
 
@@ -21,16 +28,17 @@ KNOBS = (
     Knob("reshard", (True, False)),
     Knob("xla_gpu_all_gather_combine_threshold_bytes", (128 * _MIB, 1024 * _MIB)),
     Knob("xla_gpu_reduce_scatter_combine_threshold_bytes", (32 * _MIB, 1024 * _MIB)),
-    Knob("xla_gpu_enable_pipelined_collectives", (True,), measured=False),
-    Knob("xla_gpu_experimental_enable_nccl_symmetric_buffers", (True,), measured=False),
+    Knob("pipelining", (*pipelining_modes(),), measured=False, beside={"prefetch": 0}),
+    Knob("symmetric_buffers", (True,), measured=False),
 )
 """Settings to search, those that usually gain most first.
 
-The last two are XLA's own pipelining of collectives over the iterations of a loop, and
-NCCL's symmetric buffers.
+The last two are XLA's own pipelining of collectives over the iterations of a loop, in
+place of units that are gathered ahead, and NCCL's symmetric buffers.
 """
 
 _OF_XLA = "xla_gpu_"
+_UNMEASURED = {"pipelining": None, "symmetric_buffers": False}
 
 
 def search_strategy(
@@ -58,7 +66,12 @@ def search_strategy(
     def estimate_of(settings: Mapping[str, Any]) -> StepEstimate:
         words = ", ".join(f"{name}={value}" for name, value in settings.items())
         print(f"fsdp-jax: compiling {words}", file=sys.stderr)
-        return estimate(*with_settings(strategy, options, settings))
+        try:
+            return estimate(*with_settings(strategy, options, settings))
+        except jax.errors.JaxRuntimeError as error:
+            if "compile option" not in str(error):
+                raise
+            raise ValueError(f"XLA of jaxlib {__version__}: {error}") from error
 
     start = settings_of(strategy, options)
     return search_schedules(estimate_of, start, KNOBS, seconds=seconds)
@@ -71,12 +84,12 @@ def settings_of(strategy: Strategy, options: Options) -> dict[str, Any]:
       strategy: Strategy that was asked for.
       options: XLA options of the step.
     """
-    return {
-        knob.name: options.get(knob.name, False)
-        if knob.name.startswith(_OF_XLA)
-        else getattr(strategy, knob.name)
-        for knob in KNOBS
+    names = [knob.name for knob in KNOBS if knob.name not in _UNMEASURED]
+    of_steps = {
+        name: options[name] if name.startswith(_OF_XLA) else getattr(strategy, name)
+        for name in names
     }
+    return of_steps | _UNMEASURED
 
 
 def with_settings(
@@ -90,7 +103,7 @@ def with_settings(
       settings: Settings by the names of `KNOBS`.
     """
     of_xla = {k: v for k, v in settings.items() if k.startswith(_OF_XLA)}
-    rest = {k: v for k, v in settings.items() if k not in of_xla}
-    # What the options do not have, and is off, XLA decides.
-    given = {k: v for k, v in of_xla.items() if k in options or v is not False}
-    return dataclasses.replace(strategy, **rest), {**options, **given}
+    rest = {k: v for k, v in settings.items() if k not in {*of_xla, *_UNMEASURED}}
+    asked = {name: settings[name] for name in _UNMEASURED}
+    changed = {**options, **of_xla, **unmeasured_options(__version__, **asked)}
+    return dataclasses.replace(strategy, **rest), changed

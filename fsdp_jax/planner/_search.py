@@ -28,11 +28,13 @@ class Knob:
       values: Values to try.
       measured: Whether the replay knows what it does on GPUs. If not, it is shown what
         the compiler makes of it, and it is never chosen.
+      beside: Settings that it is tried with, in place of the best, if not `measured`.
     """
 
     name: str
     values: tuple[Any, ...]
     measured: bool = True
+    beside: Settings = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +206,7 @@ class _Searcher:
     def show(self, knob: Knob) -> None:
         """Tries a knob with the best settings, without choosing it."""
         for value in knob.values:
-            if trial := self._try({**self.settings, knob.name: value}):
+            if trial := self._try({**self.settings, **knob.beside, knob.name: value}):
                 self.trials[-1] = dataclasses.replace(trial, measured=False)
 
     def _improve(self, knob: Knob) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
 
 from fsdp_jax._scopes import (
@@ -215,10 +216,19 @@ def all_gather(param: ParamPlan, value: Any, axes: tuple[str, ...]) -> Any:
     dim = _split_dim(param, value)
 
     def gather(piece):
-        return lax.all_gather(piece, axes, axis=dim, tiled=True)
+        with _may_be_pipelined():
+            return lax.all_gather(piece, axes, axis=dim, tiled=True)
 
     with jax.named_scope("all_gather"):
         return at_tp_width(param, gather, value)
+
+
+def _may_be_pipelined() -> Any:
+    """Marks collectives for XLA's own pipelining of what is marked.
+
+    It does nothing but with `compiler_options(pipelining="marked")`.
+    """
+    return set_xla_metadata(is_pipelineable=True)
 
 
 def _decode(param: ParamPlan, quantized: Quantized) -> Array:
@@ -260,7 +270,8 @@ def _reduce_scatter(param: ParamPlan, grad: Array, axes: tuple[str, ...]) -> Arr
 
     def reduce(grad):
         if not param.precision.accumulate_wide:
-            return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+            with _may_be_pipelined():
+                return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
         # The bytes of a reduce-scatter, but partial sums are not rounded to
         # `grad_comm`: each rank gets all addends of its piece and sums them itself.
         pieces = lax.all_to_all(grad, axes, split_axis=dim, concat_axis=dim, tiled=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as _INSTALLED
@@ -14,6 +15,7 @@ from jaxlib.version import __version__ as _INSTALLED
 from fsdp_jax.sharding._memory_summary import UnitBytes
 
 Options = dict[str, bool | int | str]
+Pipelining = Literal["all", "marked"]
 
 _OVERLAP: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -54,12 +56,37 @@ _CONTEXT_PARALLEL: Options = {
 }
 
 
+_MODE = "COLLECTIVE_PIPELINING_MODE_"
+# Of 0.11 none was tried; a later patch of it may have the newer names.
+_PIPELINED: dict[tuple[int, ...], dict[Pipelining, Options]] = {
+    (0, 10): {
+        "all": {
+            "xla_gpu_enable_pipelined_all_gather": True,
+            "xla_gpu_enable_pipelined_reduce_scatter": True,
+        },
+    },
+    (0, 12): {
+        "all": {
+            "xla_gpu_pipeline_all_gather": f"{_MODE}ON",
+            "xla_gpu_pipeline_reduce_scatter": f"{_MODE}ON",
+        },
+        "marked": {
+            "xla_gpu_pipeline_all_gather": f"{_MODE}EXPLICIT",
+            "xla_gpu_pipeline_reduce_scatter": f"{_MODE}EXPLICIT",
+        },
+    },
+}
+_SYMMETRIC: Options = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+
+
 def compiler_options(
     jaxlib_version: str | None = None,
     *,
     tensor_parallel: bool = False,
     context_parallel: bool = False,
     expert_parallel: bool = False,
+    pipelining: Pipelining | None = None,
+    symmetric_buffers: bool = False,
 ) -> Options:
     """Returns XLA:GPU options for overlapped communication and collective timeouts.
 
@@ -79,25 +106,71 @@ def compiler_options(
         and values are communicated as well.
       expert_parallel: Whether the mesh has more than one device on `ep`, so that tokens
         are sent to experts between the gathers of weights.
+      pipelining: XLA's own pipelining of collectives over the iterations of a loop,
+        which takes the place of units ahead (`FSDPConfig(prefetch=0)`): of "all", or of
+        those that are "marked", as the gathers and reductions of units are. It changes
+        the program, see `fsdp-jax plan --search`; on GPUs it has not been measured.
+      symmetric_buffers: Whether what collectives read and write is in NCCL's symmetric
+        memory, which needs NCCL 2.28. Not measured on GPUs either.
 
     Returns:
       A new dict that the caller may modify, with the option names of this version. A
       version newer than all known ones gets the options of the newest.
 
     Raises:
-      ValueError: If `jaxlib_version` is not a version, or older than 0.10.
+      ValueError: If `jaxlib_version` is not a version, or older than 0.10, or if its
+        XLA has no such `pipelining`.
     """
     version = _INSTALLED if jaxlib_version is None else jaxlib_version
-    wanted = release(version)[:2]
-    known = [number for number in _BY_VERSION if number <= wanted]
-    if not known:
-        raise ValueError(f"jaxlib {version} is older than 0.10, the oldest known here.")
+    base = _BY_VERSION[_known(version)]
     more = _EXPERT_PARALLEL if expert_parallel else {}
     if tensor_parallel:
         more = _TENSOR_PARALLEL
     if context_parallel:
         more = _CONTEXT_PARALLEL
-    return {**_BY_VERSION[known[-1]], **_thresholds(None), **more}
+    asked = unmeasured_options(version, pipelining, symmetric_buffers)
+    return {**base, **_thresholds(None), **more, **asked}
+
+
+def unmeasured_options(
+    version: str, pipelining: Pipelining | None, symmetric_buffers: bool
+) -> Options:
+    """Returns the options whose effect on GPUs has not been measured.
+
+    Args:
+      version: Version of jaxlib.
+      pipelining: As of `compiler_options`.
+      symmetric_buffers: As of `compiler_options`.
+
+    Raises:
+      ValueError: If this XLA has no such `pipelining`.
+    """
+    options = dict(_SYMMETRIC) if symmetric_buffers else {}
+    if pipelining is None:
+        return options
+    modes = pipelining_modes(version)
+    if pipelining not in modes:
+        names = " or ".join(f"'{mode}'" for mode in modes)
+        raise ValueError(
+            f"pipelining='{pipelining}': XLA of jaxlib {version} has {names}. Pass one "
+            "of these, or take a jaxlib from 0.12 on, which has 'all' and 'marked'."
+        )
+    return options | modes[pipelining]
+
+
+def pipelining_modes(version: str = _INSTALLED) -> dict[Pipelining, Options]:
+    """Returns the options of each way in which XLA pipelines collectives itself."""
+    known = [number for number in _PIPELINED if number <= _known(version)]
+    return _PIPELINED[known[-1]]
+
+
+def _known(version: str) -> tuple[int, ...]:
+    """Returns the newest version with known options that is not after this one."""
+    wanted = release(version)[:2]
+    known = [number for number in _BY_VERSION if number <= wanted]
+    if not known:
+        raise ValueError(f"jaxlib {version} is older than 0.10, the oldest known here.")
+    return known[-1]
 
 
 def options_of(mesh: Mesh, unit_bytes: UnitBytes | None = None) -> Options:

@@ -104,7 +104,7 @@ def test_a_sweep_recommends_what_is_fastest_of_what_fits(llama, capsys, tmp_path
 def test_a_search_says_what_the_best_schedule_gains(
     llama, capsys, tmp_path, monkeypatch
 ):
-    symmetric = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+    symmetric = "symmetric_buffers"
     knobs = [knob for knob in KNOBS if knob.name in ("unroll", symmetric)]
     monkeypatch.setattr("fsdp_jax.cli._schedule_search.KNOBS", knobs)
     file = tmp_path / "search.json"

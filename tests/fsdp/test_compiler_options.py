@@ -12,7 +12,7 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding._memory_summary import unit_bytes
-from fsdp_jax.training._compiler_options import options_for
+from fsdp_jax.training._compiler_options import options_for, pipelining_modes
 
 TX = optax.sgd(0.1)
 UNKNOWN = {"xla_gpu_no_such_option": True}
@@ -72,6 +72,21 @@ def test_this_xla_knows_every_option(axis):
     assert options.items() > fsdp.training.compiler_options().items()
     assert options == options_for(Mesh("gpu", **{axis: 2}), None)
     assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
+
+
+@pytest.mark.parametrize("mode", pipelining_modes())
+def test_this_xla_knows_the_options_that_are_not_measured(mode):
+    plain = fsdp.training.compiler_options()
+    options = fsdp.training.compiler_options(pipelining=mode, symmetric_buffers=True)
+    assert options.items() > plain.items() and len(options) == len(plain) + 3
+    assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
+
+
+def test_an_xla_without_marks_says_what_it_has():
+    options = fsdp.training.compiler_options
+    with pytest.raises(ValueError, match=facts("'marked'", "0.10.2", "'all'", "0.12")):
+        options("0.10.2", pipelining="marked")
+    assert options("0.12.0", pipelining="marked") != options("0.12.0", pipelining="all")
 
 
 def test_jit_and_compile_both_take_them(plan):
