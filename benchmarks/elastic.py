@@ -1,6 +1,7 @@
 """Processes of an elastic job killed in steps, saves and loads: what is lost, how long.
 
     PYTHONPATH=tests python benchmarks/elastic.py [--kills 50] [--out FILE]
+    PYTHONPATH=tests python benchmarks/elastic.py --victims "two at once" "rank 0"
 
 A run of `examples/elastic_replicas.py` has 4 processes of 2 simulated devices, and
 saves each step on the local disk. In each run a random process is killed at a random
@@ -13,6 +14,10 @@ in jax's persistent cache. A run in which gloo waited too long, as on a busy mac
 discarded and counted. Each other run that does not come to its last step is one of
 `wrong_ends`, and all that it wrote is in `wrong_end_outputs`. The benchmark goes on
 where the JSON beside it ends.
+
+With `--victims` other processes are killed: two at once, or rank 0, which has jax's
+service and writes the losses. Each run has a kill in a step or a save, grows back to 4
+replicas, and has another one while these load.
 """
 
 from __future__ import annotations
@@ -24,11 +29,13 @@ import random
 import re
 import statistics
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import result
-from helpers.elastic import Death, ElasticRun
+from helpers.elastic import PROCESSES, VICTIMS, Death, ElasticRun
 
 from fsdp_jax.launch import ElasticConfig
 
@@ -55,7 +62,8 @@ _GLOO_TIMEOUT = re.compile(r".*gloo.*(timed out|timeout).*", re.IGNORECASE)
 def main() -> None:
     """Kills processes, run after run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=50, help="at least, of a kind")
+    parser.add_argument("--victims", nargs="+", default=["one"], choices=VICTIMS)
     result.add_arguments(parser)
     args = parser.parse_args()
     conditions = result.begin(args, ("jax", "jaxlib"))
@@ -65,14 +73,23 @@ def main() -> None:
     if not found["uninterrupted"]:
         found["uninterrupted"] = uninterrupted()
     warm_up()
-    while len(found["kills"]) < args.kills:
+    while victims := next(missing(found, args.victims, args.kills), None):
         number, found["next"] = found["next"], found["next"] + 1
         try:
-            interrupted(found, number)
+            if victims == "one":
+                interrupted(found, number)
+            else:
+                interrupted_twice(found, number, victims)
         except AssertionError as error:
             count_failed(found, number, str(error))
         result.write(args, conditions, found | summary(found), show=False)
     result.write(args, conditions, found | summary(found))
+
+
+def missing(found: dict[str, Any], kinds: list[str], kills: int) -> Iterator[str]:
+    """Yields the kinds of victims of which there were fewer kills."""
+    done = Counter(kill.get("victims", "one") for kill in found["kills"])
+    yield from (kind for kind in kinds if done[kind] < kills)
 
 
 def uninterrupted() -> list[float]:
@@ -122,13 +139,52 @@ def interrupted(found: dict[str, Any], number: int) -> None:
             deaths = []
         if number % GROWS_EVERY == 0:
             growths.append(grow(run))
-        assert run.wait() == 0, run.said
-        assert run.last_step() == STEPS, run.said
-        expected = dict(enumerate(found["uninterrupted"], 1))
-        differences = [abs(x / expected[step] - 1) for step, x in run.losses()]
-    largest = max(differences)
+        largest = _largest_difference(run, found["uninterrupted"])
     found["kills"] += [kill | {"run": number, "difference": largest} for kill in kills]
     found["growths"] += growths
+
+
+def interrupted_twice(found: dict[str, Any], number: int, victims: str) -> None:
+    """Runs once with a kill in a step or save, and one while the grown job loads.
+
+    Raises:
+      AssertionError: If the job did not come to its last step, with all its output.
+    """
+    chance = random.Random(number)
+    limits = ElasticConfig(1, PROCESSES, rejoin_secs=float("inf"), max_restarts=2)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ElasticRun(Path(folder), STEPS, limits) as run,
+    ):
+        moment, after = ("step", "save")[number % 2], chance.randint(2, 6)
+        kills = [
+            _told(
+                run,
+                run.kill(moment, after_step=after, chance=chance, victims=victims),
+                is_last=True,
+            )
+        ]
+        generation = run.generation()
+        run.job.grow()
+        run.await_that(lambda: run.generation() > generation)
+        run.await_that(lambda: len(run.pids()) == PROCESSES)
+        death = run.kill("load", after_step=0, chance=chance, victims=victims)
+        kills.append(_told(run, death, is_last=True))
+        largest = _largest_difference(run, found["uninterrupted"])
+    found["kills"] += [
+        kill | {"run": number, "difference": largest, "victims": victims}
+        for kill in kills
+    ]
+
+
+def _largest_difference(run: ElasticRun, uninterrupted: list[float]) -> float:
+    """Waits for the last step, and returns the largest difference of a loss."""
+    assert run.wait() == 0, run.said
+    assert run.last_step() == STEPS, run.said
+    steps = [step for step, _ in run.losses()]
+    assert {*steps} == {*range(1, STEPS + 1)}, run.said
+    expected = dict(enumerate(uninterrupted, 1))
+    return max(abs(x / expected[step] - 1) for step, x in run.losses())
 
 
 def count_failed(found: dict[str, Any], number: int, output: str) -> None:
@@ -169,6 +225,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     moments = [kill["moment"] for kill in kills]
     return {
         "killed": len(kills),
+        "killed_of": dict(Counter(kill.get("victims", "one") for kill in kills)),
         "killed_in": {moment: moments.count(moment) for moment in sorted({*moments})},
         "steps_lost": sum(kill["steps_lost"] for kill in kills),
         "largest_difference": max((kill["difference"] for kill in kills), default=0),

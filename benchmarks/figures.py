@@ -115,6 +115,11 @@ FIGURES = (
     Figure("trl_comparison", ("trl_comparison.py --steps 50 --out OUT",)),
     Figure("resharding", ("resharding.py --out OUT",)),
     Figure("elastic", ("elastic.py --kills 50 --out OUT",), whole=("killed", 50)),
+    Figure(
+        "elastic_more_victims",
+        ("elastic.py --victims 'two at once' 'rank 0' --kills 6 --out OUT",),
+        whole=("killed", 12),
+    ),
     Figure("replay", ("replay.py --flips 1000 --out OUT",), whole=("next", 1000)),
     Figure("replay_cost", ("replay.py --cost --out OUT",)),
     Figure("torture", ("torture.py --rounds 1000 --kills 250 --out OUT",)),

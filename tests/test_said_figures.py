@@ -314,6 +314,12 @@ def test_the_page_on_elastic_jobs_says_what_the_kills_did():
     assert "by at most 1.2e-7" in text
     seconds = f"{found['median_seconds']:.1f} s later in the median"
     assert f"{seconds} and {found['most_seconds']:.1f} s at most" in text
+    found = read("elastic_more_victims")
+    assert found["killed_of"] == {"two at once": 6, "rank 0": 6}
+    assert "processes at once 6 times, and 6 times rank 0" in text
+    assert found["killed_in"]["load"] == 6 and found["steps_lost"] == 0
+    assert 1.1e-7 < found["largest_difference"] <= 1.2e-7
+    assert f"after {found['most_seconds']:.1f} s at most" in text
 
 
 def test_the_page_on_corruption_says_what_a_replay_costs():

@@ -142,6 +142,16 @@ def stored_digest(path: Path, step: int) -> str:
       path: Directory of the run.
       step: Number of the step.
     """
+    return fsdp.replay.state_digest(stored_state(path, step)).sha256
+
+
+def stored_state(path: Path, step: int) -> dict[str, Any]:
+    """Loads the leaves that a step holds by name, split over all devices.
+
+    Args:
+      path: Directory of the run.
+      step: Number of the step.
+    """
     mesh = fsdp.make_mesh()
     like = {
         name: jax.ShapeDtypeStruct(
@@ -149,7 +159,7 @@ def stored_digest(path: Path, step: int) -> str:
         )
         for name, leaf in fsdp.checkpoint.load_shapes(path, step=step).items()
     }
-    return fsdp.replay.state_digest(fsdp.load(path, like, step=step)).sha256
+    return fsdp.load(path, like, step=step)
 
 
 def broken_links(links: Mapping[int, Link]) -> list[str]:

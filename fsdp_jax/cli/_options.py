@@ -79,7 +79,9 @@ class Devices:
                 )
         if self.cpu_devices is not None:
             _simulate_cpu_devices(self.cpu_devices)
-        initialize(config={"arguments": sys.argv[1:]})
+        # A command within another one, such as what `audit` replays, is in the job.
+        is_in_job = jax.distributed.is_initialized()
+        initialize(config=None if is_in_job else {"arguments": sys.argv[1:]})
         available = jax.devices()
         if self.devices is not None and self.devices > len(available):
             platform = available[0].platform

@@ -16,7 +16,12 @@ from jax.sharding import SingleDeviceSharding
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._leaf_names import is_key
 from fsdp_jax.replay._bound import leaves_beyond, scalars_beyond
-from fsdp_jax.replay._digest import DeviceDigests, device_digests, state_digest
+from fsdp_jax.replay._digest import (
+    DeviceDigests,
+    device_digests,
+    state_digest,
+    watched_digests,
+)
 from fsdp_jax.replay._events import Events
 from fsdp_jax.replay._recorded_step import RecordedStep
 from fsdp_jax.replay._suspects import (
@@ -169,11 +174,11 @@ class ReplayCheck:
         self._check_unchanged(state, number)
         if not (self._every and number % self._every == 0):
             new, metrics = self._checked.step(state, batch)
-            self._last = device_digests(new)
+            self._last = watched_digests(new)
             return new, metrics
         kept = _on_host(state)
         run = _run(self._checked, state, batch)
-        self._last = run.recorded.made
+        self._last = run.recorded.made.watched
         self._check_replayed(kept, batch, run, number)
         return run.state, run.metrics
 
@@ -184,7 +189,7 @@ class ReplayCheck:
     def _check_unchanged(self, state: TrainState, number: int) -> None:
         if self._last is None:
             return
-        changed = self._last.changes(device_digests(state))
+        changed = self._last.changes(watched_digests(state))
         if changed:
             leaves = tuple(sorted({n for names in changed.values() for n in names}))
             raise CorruptionError(

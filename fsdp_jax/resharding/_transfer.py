@@ -125,7 +125,7 @@ def _as_sharded(stack: Array, like: jax.ShapeDtypeStruct) -> Array:
 
 
 def _cut(stack: Array, pairs: Sequence[Piece]) -> Array:
-    """Cuts a piece out of each device's shard.
+    """Cuts a piece out of each device's shard, narrow floats as unsigned integers.
 
     Devices that send nothing return an arbitrary piece, which no one reads.
     """
@@ -161,7 +161,7 @@ _copy_program = jax.jit(jnp.copy)
 @functools.lru_cache(maxsize=256)
 def _cut_program(mesh: Mesh, sizes: tuple[int, ...]) -> Any:
     def local(shard, starts):
-        return lax.dynamic_slice(shard, list(starts[0]), sizes)
+        return lax.dynamic_slice(_as_bits(shard), list(starts[0]), sizes)
 
     return jax.jit(_mapped(local, mesh, 2))
 
@@ -170,11 +170,25 @@ def _cut_program(mesh: Mesh, sizes: tuple[int, ...]) -> Any:
 def _write_program(mesh: Mesh) -> Any:
     def local(shard, piece, starts, valid):
         def write():
-            return lax.dynamic_update_slice(shard, piece, list(starts[0]))
+            new = lax.dynamic_update_slice(_as_bits(shard), piece, list(starts[0]))
+            is_same = new.dtype == shard.dtype
+            return new if is_same else lax.bitcast_convert_type(new, shard.dtype)
 
         return lax.cond(valid[0, 0] > 0, write, lambda: shard)
 
     return jax.jit(_mapped(local, mesh, 4), donate_argnums=0)
+
+
+def _as_bits(x: Array) -> Array:
+    """Returns floats of 8 and 16 bits as unsigned integers, and others as they are.
+
+    XLA for CPUs moves such floats as wider ones, which changes the bits of NaNs.
+    """
+    unsigned = {8: jnp.uint8, 16: jnp.uint16}
+    width = jax.dtypes.itemsize_bits(x.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or width not in unsigned:
+        return x
+    return lax.bitcast_convert_type(x, unsigned[width])
 
 
 @functools.lru_cache(maxsize=256)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
+from helpers.chains import moved, same, saved_again
 
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
@@ -35,48 +33,6 @@ def run(llama, text, tmp_path_factory) -> Path:
 
 def copied(run: Path, folder: Path) -> Path:
     return Path(shutil.copytree(run, folder / "run"))
-
-
-def saved_again(path: Path, step: int, change, **metadata) -> None:
-    """Replaces the newest step by one that is intact, and has other contents."""
-    mesh = fsdp.make_mesh(devices=jax.devices()[:1])
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    like = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-        for name, x in fsdp.checkpoint.load_shapes(path, step=step).items()
-    }
-    state = change(fsdp.load(path, like, step=step))
-    found = fsdp.checkpoint.load_metadata(path, step=step) | metadata
-    shutil.rmtree(path / str(step))
-    named: Any = _Named(state, step)
-    fsdp.save(path, named, metadata=found)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class _Named:
-    """Leaves by name, with the number of the step that `save` asks for."""
-
-    def __init__(self, leaves, step):
-        self.leaves, self.step = leaves, step
-
-    def tree_flatten_with_keys(self):
-        keys = [jax.tree_util.DictKey(name) for name in self.leaves]
-        pairs = list(zip(keys, self.leaves.values(), strict=True))
-        return pairs, (tuple(self.leaves), self.step)
-
-    @classmethod
-    def tree_unflatten(cls, names_and_step, values):
-        names, step = names_and_step
-        return cls(dict(zip(names, values, strict=True)), step)
-
-
-def moved(state):
-    name = next(name for name in state if name.endswith("norm.scale"))
-    return state | {name: jnp.asarray(state[name]) * 1.001}
-
-
-def same(state):
-    return state
 
 
 def test_a_step_follows_from_the_one_that_it_was_made_from(run, capsys):

@@ -108,7 +108,8 @@ def flipped(leaf: str, device: int, bit: int = 27):
 
 def test_the_digest_of_a_state_is_that_of_its_values_on_any_mesh():
     state = fresh()
-    plan = fsdp.fully_shard(make_model, fsdp.make_mesh(devices=jax.devices()[:4]))
+    # On 3 devices other padding than on 8.
+    plan = fsdp.fully_shard(make_model, fsdp.make_mesh(devices=jax.devices()[:3]))
     moved = fsdp.reshard(state, plan, TX)
     assert fsdp.replay.state_digest(moved) == fsdp.replay.state_digest(state)
     other = flip_bit(state, leaf="params.odd", device=jax.devices()[1], bit=0)
@@ -128,10 +129,11 @@ def test_every_bit_of_every_dtype_is_in_the_digest(dtype):
         values = (raw % 2 if dtype in {"bool", "int4"} else raw).view(jnp.dtype(dtype))
         array = jax.device_put(values, sharding)
         digests = set()
+        bits = {"bool": 1, "int4": 3}.get(dtype, 8)
         for position in range(values.size):
             changed = values.copy()
             view = changed[position : position + 1].view(np.uint8)
-            view[-1] ^= 1
+            view[position % view.size] ^= 1 << position % bits
             again = jax.device_put(changed, sharding)
             digests.add(fsdp.replay.state_digest(again).sha256)
         assert fsdp.replay.state_digest(array).sha256 not in digests
@@ -141,7 +143,7 @@ def test_every_bit_of_every_dtype_is_in_the_digest(dtype):
 def test_steps_without_a_fault_are_the_same_bits_and_raise_nothing():
     check, state, other = check_of(), fresh(), fresh()
     metrics, plain = {}, {}
-    for _ in range(EVERY):
+    for _ in range(EVERY + 1):
         state, metrics = check(state, batch())
         other, plain = replay_step(0).step(other, batch())
     assert fsdp.replay.state_digest(state) == fsdp.replay.state_digest(other)

@@ -27,6 +27,9 @@ LAYOUTS = {
     "tp on 8": (range(8), {"tp": 4}, {}),
     "hsdp, zero 1": (range(8), {"dp_outer": 2}, {"zero_dp_strategy": 1}),
     "one": (range(1), {}, {}),
+    # Three layers over two stages: the stack has a padding layer.
+    "pp": (range(8), {"pp": 2}, {}),
+    "pp and tp": (range(8), {"pp": 2, "tp": 2}, {}),
 }
 TENSOR = {"layers.up": -1, "layers.down": -2}
 
@@ -86,6 +89,13 @@ def muon_and_8_bits(plan):
     return fsdp.optim.layer_wise(plan, muon, rest, ["layers.up", "layers.down"])
 
 
+def averaged_with_float8_moments(plan):
+    del plan
+    dtypes = {"mu": jnp.float8_e4m3fn, "nu": jnp.float8_e5m2}
+    adam = fsdp.optim.precision_aware(optax.adamw(1e-2), dtypes, min_elements=16)
+    return optax.chain(adam, fsdp.optim.ema_of_params(0.9))
+
+
 def filled(plan, tx):
     """A state whose numbers are nowhere equal, so that no two can be exchanged."""
     state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(3)))
@@ -95,6 +105,11 @@ def filled(plan, tx):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         new = np.arange(leaf.size).reshape(leaf.shape) + 1000 * next(count)
+        # Bits of narrow floats: all those of float8, and NaNs among others of bfloat16.
+        if leaf.dtype.itemsize == 1:
+            new = (new % 256).astype(np.uint8).view(leaf.dtype)
+        elif leaf.dtype.itemsize == 2:
+            new = (0x7F70 + new % 256).astype(np.uint16).view(leaf.dtype)
         return jax.device_put(new.astype(leaf.dtype), leaf.sharding)
 
     def keep_padding(leaf):
@@ -141,6 +156,10 @@ def goes_and_comes_back(make_tx, *path):
 
 def test_a_state_is_the_same_bits_on_other_devices_under_tp_and_back():
     goes_and_comes_back(muon_and_8_bits, "fsdp on 8", "the other 4, tp")
+
+
+def test_averages_and_float8_moments_are_the_same_bits_in_stages_and_back():
+    goes_and_comes_back(averaged_with_float8_moments, "fsdp on 8", "pp and tp")
 
 
 @pytest.mark.long
@@ -214,8 +233,11 @@ def test_a_byte_that_the_plan_does_not_have_is_found_afterwards(monkeypatch):
         fsdp.reshard(state.params, other)
 
 
-def test_what_is_on_a_device_meanwhile_is_no_more_than_the_plan_says(monkeypatch):
-    plan, other = plan_of("fsdp on 8"), plan_of("tp on 8")
+@pytest.mark.parametrize("layout", ["tp on 8", "pp"])
+def test_what_is_on_a_device_meanwhile_is_no_more_than_the_plan_says(
+    layout, monkeypatch
+):
+    plan, other = plan_of("fsdp on 8"), plan_of(layout)
     tx = adamw(plan)
     state = filled(plan, tx)
     moves = fsdp.resharding.plan_moves(state, other, tx, donate=True, chunk_bytes=CHUNK)

@@ -38,6 +38,12 @@ PHASES = {
     "load": "Opening the local checkpoints|Loading|Looking",
 }
 """Moment of a kill -> phases of the victim in which it is sent."""
+VICTIMS: dict[str, Callable[[random.Random, int], list[int]]] = {
+    "one": lambda chance, count: [chance.randrange(count)],
+    "two at once": lambda chance, count: chance.sample(range(count), 2),
+    "rank 0": lambda chance, count: [0],
+}
+"""Kind of a kill -> ranks of the processes, of as many as run."""
 _POLL_SECS = 0.01
 _T = TypeVar("_T")
 
@@ -99,22 +105,31 @@ class ElasticRun:
         self.job.stop(signal.SIGKILL)
         self._thread.join(60)
 
-    def kill(self, moment: str, *, after_step: int, chance: random.Random) -> Death:
-        """Kills a random process at a moment.
+    def kill(
+        self,
+        moment: str,
+        *,
+        after_step: int,
+        chance: random.Random,
+        victims: str = "one",
+    ) -> Death:
+        """Kills processes at a moment.
 
         Args:
-          moment: Key of `PHASES`.
+          moment: Key of `PHASES`, of the first victim.
           after_step: Step that is written before; 0 for any.
-          chance: Source of the process and of a delay within the phase.
+          chance: Source of the processes and of a delay within the phase.
+          victims: Key of `VICTIMS`.
         """
         self.await_that(lambda: self.last_step() >= after_step)
         pattern = re.compile(PHASES[moment])
-        rank = chance.randrange(self._num_running())
+        ranks = VICTIMS[victims](chance, self._num_running())
+        rank = ranks[0]
         self.await_that(lambda: pattern.match(self._phase(rank)))
         time.sleep(chance.uniform(0, 0.2 if moment == "step" else 0.01))
         processes = self.job.processes
         assert processes is not None, self.said
-        number, pid = len(processes.pids), processes.pids[rank]
+        number, pids = len(processes.pids), [processes.pids[each] for each in ranks]
         death = Death(
             self._phase(rank),
             time.monotonic(),
@@ -122,7 +137,8 @@ class ElasticRun:
             len(self.losses()),
             self.generation(),
         )
-        os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         self.await_that(lambda: self.generation() > death.generation)
         # Steps may have been written between the look and the kill.
         return dataclasses.replace(death, lines=len(self.losses()))
@@ -166,6 +182,11 @@ class ElasticRun:
         """Number of the newest generation."""
         said = [text for rank, text in self.lines if rank == -1]
         return sum(bool(re.match(r"generation \d+ starts", text)) for text in said)
+
+    def pids(self) -> list[int]:
+        """Its processes, by rank; none between generations."""
+        processes = self.job.processes
+        return [] if processes is None else processes.pids
 
     @staticmethod
     def moment_of(death: Death) -> str:
