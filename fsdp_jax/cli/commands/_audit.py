@@ -33,10 +33,11 @@ from fsdp_jax.cli._run_file import NAME, read_run_file, words_of
 from fsdp_jax.cli.commands._train import Train
 from fsdp_jax.replay._bound import leaves_beyond
 
-# Sections of options that a replay sets itself, or has no use for.
+# Sections of options that a replay sets itself, or has no use for. It checks the steps
+# that the run checked: their programs record, and round otherwise.
 _SECTIONS_NOT_REPLAYED = (
     *("start", "save", "steps", "checkpoints", "evaluation", "logs"),
-    *("profiling", "where", "replay"),
+    *("profiling", "where"),
 )
 
 
