@@ -4,11 +4,12 @@
 
 A random bfloat16 Llama of about 1 GB is made in DIR, without torch, and loaded onto 8
 simulated CPU devices: by `bridge.load_hf` as FSDP shards it, stacked and transposed; by
-`safetensors` and `jax.device_put`, tensor by tensor in the file's own layout; and by
-`transformers`. A `torch_dist` checkpoint of the same model, as Megatron loads it, is
-converted to Hugging Face's files. Beside them the same bytes are merely read, written,
-and copied. Each run is a process of its own, runs are interleaved, and figures are
-medians. JSON goes to stdout.
+`safetensors` and `jax.device_put`, tensor by tensor in the file's own layout; by Orbax
+in the file's layout, and by Orbax with XLA making FSDP's layout of that; and by
+`transformers`, onto one device. A `torch_dist` checkpoint of the same model, as
+Megatron loads it, is converted to Hugging Face's files. Beside them the same bytes are
+merely read, written, and copied. Each run is a process of its own, runs are
+interleaved, and figures are medians. JSON goes to stdout.
 
 Cold: none of the file is in the page cache, and /proc/self/io confirms that all of it
 came from the disk. Warm: all of it is cached, and none did. Linux only.
@@ -65,6 +66,79 @@ def by_safetensors(checkpoint):
             sharding = NamedSharding(mesh, PartitionSpec("x"))
             arrays[key] = jax.device_put(tensor, sharding)
     yield jax.block_until_ready(arrays)
+
+
+def by_orbax(checkpoint):
+    """Loads with Orbax, sharded by rows: it neither transposes nor stacks."""
+    like = orbax_like(checkpoint)
+    yield
+    yield read_by_orbax(checkpoint, like)
+
+
+def by_orbax_as_fsdp(checkpoint):
+    """Loads with Orbax; then XLA transposes, stacks and moves to FSDP's shards."""
+    import jax
+    import jax.numpy as jnp
+    from jax.tree_util import keystr
+
+    like, wanted = orbax_like(checkpoint), abstract_params(checkpoint)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+
+    def as_fsdp(arrays):
+        def made(path, leaf):
+            name = ".".join(
+                part
+                for part in keystr(path, simple=True, separator=".").split(".")
+                if part not in ("kernel", "embedding", "scale", "value")
+            )
+            kept = name.endswith(("norm", "embed_tokens"))
+            own = [arrays[key] for key in tensors_of(name)]
+            own = [tensor if kept else tensor.T for tensor in own]
+            return jnp.stack(own).reshape(leaf.shape)
+
+        return jax.tree_util.tree_map_with_path(made, wanted)
+
+    compiled = jax.jit(as_fsdp, out_shardings=shardings).lower(like).compile()
+    yield
+    arrays = read_by_orbax(checkpoint, like)
+    yield jax.block_until_ready(compiled(arrays))
+
+
+def tensors_of(name):
+    """Names of the file's tensors that make a leaf of the tree."""
+    if name == "lm_head":
+        return ["lm_head.weight"]
+    if name.startswith("layers."):
+        part = name.removeprefix("layers.")
+        part = part.replace("pre_feedforward_layernorm", "post_attention_layernorm")
+        return [f"model.layers.{i}.{part}.weight" for i in range(LAYERS)]
+    return [f"model.{name}.weight"]
+
+
+def orbax_like(checkpoint):
+    import jax
+    import orbax.checkpoint.experimental.v1 as ocp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    # A mesh of automatic axes, so that XLA propagates its shardings.
+    mesh = Mesh(jax.devices(), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    layout = ocp.options.CheckpointLayout.SAFETENSORS
+    with ocp.Context(checkpoint_layout=layout):
+        found = ocp.metadata(checkpoint).metadata
+    return {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for key, leaf in found.items()
+    }
+
+
+def read_by_orbax(checkpoint, like):
+    import jax
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    layout = ocp.options.CheckpointLayout.SAFETENSORS
+    with ocp.Context(checkpoint_layout=layout):
+        return jax.block_until_ready(ocp.load(checkpoint, like))
 
 
 def by_transformers(checkpoint):
@@ -169,6 +243,8 @@ def by_raw_copy(checkpoint):
 IMPORTS = {
     "bridge": by_bridge,
     "safetensors_device_put": by_safetensors,
+    "orbax": by_orbax,
+    "orbax_as_fsdp": by_orbax_as_fsdp,
     "transformers": by_transformers,
     "raw_read": by_raw_read,
 }
@@ -373,11 +449,24 @@ def compare(rows, size):
     def ratio(a, b, cache):
         return round(by_key[a, cache]["seconds"] / by_key[b, cache]["seconds"], 3)
 
+    def peak_ratio(other):
+        def peak(name):
+            return max(row["peak_bytes"] for row in rows if row["name"] == name)
+
+        return round(peak("bridge") / peak(other), 3)
+
     other = "safetensors_device_put"
     return {
         "cold_of_raw_read": ratio("bridge", "raw_read", "cold"),
         "warm_of_safetensors_device_put": ratio("bridge", other, "warm"),
         "cold_of_safetensors_device_put": ratio("bridge", other, "cold"),
+        **{
+            f"{cache}_of_{name}": ratio("bridge", name, cache)
+            for name in ("orbax", "orbax_as_fsdp")
+            for cache in ("cold", "warm")
+        },
+        "peak_of_orbax": peak_ratio("orbax"),
+        "peak_of_orbax_as_fsdp": peak_ratio("orbax_as_fsdp"),
         "cold_of_transformers": ratio("bridge", "transformers", "cold"),
         "warm_of_transformers": ratio("bridge", "transformers", "warm"),
         "peak_above_destination_mb": round(
@@ -409,7 +498,8 @@ def main():
     if args.child:
         warm = {"warm": True, "cold": False, "none": None}[args.cache]
         return run_child(args.child, checkpoint, warm)
-    packages = ("jax", "numpy", "safetensors", "torch", "transformers")
+    packages = ("jax", "numpy", "orbax-checkpoint", "safetensors", "torch")
+    packages += ("transformers",)
     conditions = result.begin(args, packages)
     make_checkpoint(checkpoint)
     make_megatron(checkpoint)
