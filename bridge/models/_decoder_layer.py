@@ -313,7 +313,8 @@ class DecoderLayer(nnx.Module):
             ids = context.segment_ids
             out, used = attn.attend_shared(mixer_input, own, ids, window, before)
         else:
-            assert cache is None or isinstance(cache, KeyValues)
+            if cache is not None:
+                assert isinstance(cache, KeyValues)
             out, cache, used = attn.extend_shared(
                 mixer_input, own, cache, context.slots, window, before
             )

@@ -179,7 +179,11 @@ def test_a_dead_place_is_left_out_and_ranks_close_up():
 
 
 @pytest.mark.parametrize("dead", [{0, 2}, {2, 3}, {0, 1, 3}])
-def test_all_places_that_die_at_once_are_left_out_also_that_of_rank_0(dead, tmp_path):
+def test_all_places_that_die_at_once_are_left_out_also_that_of_rank_0(
+    dead, tmp_path, monkeypatch
+):
+    # On a busy machine a process that was killed needs a while to end.
+    monkeypatch.setattr("fsdp_jax.launch._processes._TOLD_SECS", 3)
     left = {0, 1, 2, 3} - dead
     ran = Ran(
         # One that survives kills the others between two lines, when all have started:
