@@ -246,6 +246,12 @@ def test_imports_take_what_is_said():
         f"warm import: {found['warm_of_safetensors_device_put']:.2f}x the time",
         f"bridge takes {found['cold_of_transformers']:.2f}x its time cold, "
         f"{found['warm_of_transformers']:.2f}x warm",
+        *(
+            f"bridge takes {found[f'cold_of_{peer}']:.2f}x its time cold, "
+            f"{found[f'warm_of_{peer}']:.2f}x warm, "
+            f"{found[f'peak_of_{peer}']:.2f}x its memory"
+            for peer in ("orbax", "orbax_as_fsdp")
+        ),
         f"beside the arrays: {found['peak_above_destination_mb']:.0f} MB",
         f"reads {found['disk_of_an_eighth']:.3f}x its bytes",
         f"export: {found['export_speed_of_raw_write']:.2f}x the speed",
