@@ -99,8 +99,6 @@ CLAIMS = [
     "replay: kinds.*.false == 0",
     "replay: false_alarms == 0",
     "resharding: rows.*.exact == 1",
-    "replay: false_alarms == 0",
-    "replay: kinds.*.false == 0",
 ]
 
 

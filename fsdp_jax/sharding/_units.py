@@ -60,7 +60,7 @@ def listed(units: Sequence[UnitSpec]) -> list[UnitSpec]:
     Raises:
       ValueError: If they are one unit, which would be iterated, or None.
     """
-    if isinstance(units, (str, type, Stacked)) or callable(units):
+    if isinstance(units, (str, Stacked)) or callable(units):
         shown = _name(units)
         raise ValueError(f"units={shown} is one unit: write units=[{shown}].")
     if units is None:
