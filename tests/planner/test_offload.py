@@ -14,6 +14,17 @@ pytestmark = pytest.mark.plan
 TX = optax.adamw(1e-3)
 MODEL = Llama(layers=4)
 
+# Unfused attention is the fullest moment of this small model, and XLA has freed the
+# weights of one unit by then, 94 MB of 1.2 to 2.0 GB, which the prediction counts.
+# Nothing may be above a prediction: what it says to fit must fit.
+MOST_OVER = 1.13
+
+
+def holds(found) -> bool:
+    """Returns whether the prediction is not below XLA's bytes, nor far above."""
+    compiled = found.compiled_bytes
+    return compiled <= found.memory.total <= MOST_OVER * compiled
+
 
 @pytest.fixture(autouse=True, scope="module")
 def all_optimizations():
@@ -66,7 +77,7 @@ def test_main_weights_leave_their_compute_dtype_behind(plain):
     )
     fell = plain.compiled_bytes - found.compiled_bytes
     assert fell == pytest.approx(said, rel=0.02)
-    assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.02)
+    assert holds(found)
     fetched, returned = found.offloaded.fetched, found.offloaded.returned
     assert fetched - returned == pytest.approx(plain.memory.params, rel=0.01)
 
@@ -92,7 +103,7 @@ def test_activations_that_a_policy_offloads_leave_the_device():
     here = estimate(remat_policy=policies.dots_with_no_batch_dims_saveable)
     there = estimate(remat_policy=offload)
     for found in (here, there):
-        assert found.memory.total == pytest.approx(found.compiled_bytes, rel=0.05)
+        assert holds(found)
     fell = here.compiled_bytes - there.compiled_bytes
     assert fell > here.memory.saved - there.memory.saved > here.memory.saved / 2
     assert there.compiled.memory_analysis().host_temp_size_in_bytes >= fell
