@@ -33,7 +33,7 @@ def run_sharded(case: Composition) -> Ran:
     """The case with fsdp_jax."""
     built = BUILDERS[case.framework](case, Tools(fsdp.unit, fsdp.scan), fsdp.Stacked)
     plan = plan_of(case, built)
-    loss = _loss(case, built)
+    loss = loss_on_mesh(case, built)
     form: dict[str, Any] = {
         "has_aux": case.aux and not case.returns_state,
         "calculate_per_token_loss": case.per_token,
@@ -89,7 +89,7 @@ def _recorded() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _loss(case: Composition, built: Built) -> Callable[..., Any]:
+def loss_on_mesh(case: Composition, built: Built) -> Callable[..., Any]:
     """Returns the loss as a user writes it."""
     inner = loss_of(case, built)
 
