@@ -81,8 +81,8 @@ def audited(seed: int) -> tuple[str, list[str]]:
 
 
 def _widened(case: Composition) -> Composition:
-    # The models here say nothing of activations over tp, so XLA gathers matrices instead:
-    # a finding that is true, and always the same.
+    # The models here say nothing of activations over tp, so XLA gathers matrices: a
+    # finding that is true, and always the same.
     axes = {name: size for name, size in case.axes.items() if name != "tp"}
     axes["dp_shard"] *= case.axes["tp"]
     mesh = tuple((name, size) for name, size in axes.items() if size > 1)

@@ -21,6 +21,7 @@ from fsdp_jax.audit._mismatch import (
     observed,
     over,
 )
+from fsdp_jax.hlo._concatenated import parts_of
 from fsdp_jax.hlo._program import CommunicatedArray, Dims, Program
 from fsdp_jax.sharding._batch_norm import SYNC_SCOPES
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
@@ -73,7 +74,8 @@ def check_collectives(
     merged: dict[frozenset[str], list[CommunicatedArray]] = {}
     in_other_dtype: list[CommunicatedArray] = []
     strange: list[CommunicatedArray] = []
-    for one in arrays:
+    parts = [part for one in arrays for part in parts_of(program.module, one)]
+    for one in parts:
         if not _is_judged(program, one):
             continue
         # Expected collectives first: a small gradient must not pass as a metric.

@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from fsdp_jax._scopes import FSDP_SCAN, PREFETCH, traced_as
 from fsdp_jax._tree import PyTree
+from fsdp_jax.step._batch_sum import sum_over_batch
 from fsdp_jax.step._collectives import gather_weight, marked_zeros
 from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._grad_mark import mark_gradient
@@ -311,6 +312,7 @@ def _backward(stack: Stack, residuals, cotangents):
         known = (window[0], slices, consts, other_slices, other_consts)
         pull = stack.traced["pull"].rebuild(saved, known)
         pending, carry, d_slices, more = pull((carry, y))
+        pending = sum_over_batch(pending, known[0])
         # Every unit reads the same consts, so their cotangents add up.
         d_consts = jax.tree.map(jnp.add, d_consts, more)
         window = [*window[1:], behind]

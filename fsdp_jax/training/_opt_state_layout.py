@@ -7,6 +7,7 @@ The matrices of a layer-wise optimizer (Muon) have a layout of their own, in
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -26,6 +27,12 @@ from fsdp_jax.training._optimizer import abstract_optimizer_state
 from fsdp_jax.training._trainable import seen_by_optimizer
 from fsdp_jax.training._unnamed import all_of, unnamed_arrays
 
+GROWS_WITH_MODEL = 4096
+"""Elements from which an array of no parameter is padded where no dim divides evenly.
+
+Smaller ones are coefficients and are replicated, as are vectors of a few biases.
+"""
+
 
 def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """Shards the optimizer's arrays by path and shape, for any optimizer.
@@ -34,7 +41,8 @@ def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     the parameter's shape, it is sharded like it; if not (Adafactor's factors), or if it
     belongs to no parameter, it is sharded over the same axes on a dim of its own. An
     array without a dim of at least 2 elements is replicated, and so is one that belongs
-    to a replicated parameter.
+    to a replicated parameter, or a small one that belongs to none and divides by no
+    number of shards.
 
     An array that belongs to no parameter may hold values of several by position, such
     as the one vector of `optax.flatten`. Its `Padded.of` identifies the parameters, so
@@ -103,10 +111,10 @@ def _array_plan(
         dim, padding = choose_split(shape, num_shards, num_stacked=int(is_staged))
     else:
         # The first dim that divides evenly, so that members of a stack stay unsharded.
-        # An array without such a dim holds coefficients, not state that grows with the
-        # model.
         even = (d for d, size in enumerate(shape) if size and not size % num_shards)
         dim, padding = next(even, None), 0
+        if dim is None and math.prod(shape) >= GROWS_WITH_MODEL:
+            dim, padding = choose_split(shape, num_shards, num_stacked=0)
     if dim is None:
         placements = Placements((), (), ())
     return dataclasses.replace(

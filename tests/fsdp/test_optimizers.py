@@ -126,3 +126,31 @@ def test_an_optimizer_sees_the_loss_where_its_state_is_stored_on_the_host():
     plan, tx = plan_of(offload=offload), plateau()
     step = fsdp.make_train_step(plan, loss_fn, tx)
     step.lower(fsdp.abstract_state(plan, tx), X)
+
+
+def test_one_vector_of_all_parameters_is_split_though_no_devices_divide_it():
+    def make(key):
+        return {"w": jax.random.normal(key, (61, 83)), "b": jnp.zeros(5)}
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"] + params["b"].sum()) ** 2)
+
+    tx, batch = optax.flatten(optax.adam(0.1)), jnp.ones((8, 61))
+
+    def trained(num_devices):
+        mesh = fsdp.make_mesh(devices=jax.devices()[:num_devices])
+        plan = fsdp.fully_shard(make, mesh)
+        state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+        step = fsdp.make_train_step(plan, loss, tx)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        return state
+
+    split, one = trained(8), trained(1)
+    moments = [split.opt_state[0].mu.value, split.opt_state[0].nu.value]
+    assert {x.addressable_shards[0].data.shape for x in moments} == {(634,)}
+    # Rows of a batch are summed in another order.
+    for name, want in fsdp.unshard(one.params).items():
+        np.testing.assert_allclose(
+            fsdp.unshard(split.params)[name], want, rtol=1e-5, atol=1e-7, err_msg=name
+        )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 from helpers.errors import facts
 
+import fsdp_jax as fsdp
 from fsdp_jax.hlo._collectives import axes_of, collective_of, groups_along
+from fsdp_jax.hlo._concatenated import parts_of
 from fsdp_jax.hlo._parse import Shape, parse
+from fsdp_jax.hlo._program import communicated_arrays, program_of
 from fsdp_jax.hlo._walk import walk
 
 pytestmark = pytest.mark.versions
@@ -132,3 +136,44 @@ def test_groups_lie_along_the_axes_of_the_mesh():
 def test_what_is_no_module_is_refused():
     with pytest.raises(ValueError, match=facts("ENTRY", "compiled.as_text()")):
         parse("module @jit_step {}")
+
+
+MERGED = """HloModule step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%concatenated (p.0: f32[6], p.1: f32[3]) -> f32[9] {
+  %p.0 = f32[6]{0} parameter(0)
+  %p.1 = f32[3]{0} parameter(1)
+  ROOT %all = f32[9]{0} concatenate(%p.0, %p.1), dimensions={0}
+}
+
+ENTRY %main (p0: f32[2,3], p1: f32[3]) -> f32[9] {
+  %p0 = f32[2,3]{1,0} parameter(0)
+  %p1 = f32[3]{0} parameter(1)
+  %grad = f32[2,3]{1,0} negate(%p0), metadata={op_name="jit(step)/unit:a/neg"}
+  %flat = f32[6]{0} bitcast(%grad)
+  %sums = f32[3]{0} negate(%p1), metadata={op_name="jit(step)/optimizer/neg"}
+  %both = f32[9]{0} fusion(%flat, %sums), kind=kLoop, calls=%concatenated
+  %own = f32[3]{0} all-reduce(%sums), replica_groups={{0,1}}, to_apply=%add, \
+metadata={op_name="jit(step)/psum"}
+  ROOT %ar = f32[9]{0} all-reduce(%both), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+
+
+def test_what_xla_concatenated_to_reduce_has_the_scopes_of_its_parts():
+    mesh = fsdp.make_mesh(devices=jax.devices()[:2])
+    program = program_of(MERGED, mesh)
+    own, merged = communicated_arrays(program, mesh)
+    parts = list(parts_of(program.module, merged))
+    assert [(one.sent, one.scope) for one in parts] == [
+        ((6,), "jit(step)/unit:a/neg"),
+        ((3,), "jit(step)/optimizer/neg"),
+    ]
+    # One with a scope of its own stays as it is.
+    assert list(parts_of(program.module, own)) == [own]

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Value
+from fsdp_jax.step._batch_sum import SUM_OVER_BATCH
 from fsdp_jax.step._grad_mark import GRADIENT
 
 BARRIER = "optimization_barrier"
@@ -27,6 +28,7 @@ VIEWS = {
     "pvary",
     "sharding_constraint",
     GRADIENT.name,
+    SUM_OVER_BATCH.name,
 }
 """Primitives whose result shares the memory of the operand."""
 
