@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -97,7 +98,7 @@ def _compiled(case: Composition) -> tuple[fsdp.Plan, Any, int]:
     found = fsdp.estimate_step(
         plan,
         loss_on_mesh(case, built),
-        optimizer_of(case, plan),
+        functools.partial(optimizer_of, case),
         jax.tree.map(jnp.asarray, rows_of(case)),
         mesh=case.axes,
         gpus=plan.mesh.size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ _FORM = ("has_aux", "calculate_per_token_loss")
 def estimate_step(
     plan: Plan,
     loss_fn: LossFn,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | Callable[[Plan], optax.GradientTransformation],
     batch: PyTree,
     *,
     gpu: str | GPU = "h200",
@@ -59,7 +59,8 @@ def estimate_step(
     Args:
       plan: Plan from `fully_shard`, on any mesh.
       loss_fn: Loss function, as for `make_train_step`.
-      tx: Optimizer.
+      tx: Optimizer; for one that is made for a plan's mesh, as `fsdp.optim.layer_wise`
+        is, a function from a plan to it.
       batch: Global batch, of concrete or abstract arrays.
       gpu: Name in `GPUS`, or a GPU, e.g. with another cost model.
       gpus: Number of GPUs; None for the size of the plan's mesh.
@@ -76,8 +77,8 @@ def estimate_step(
       The estimate; print it for a table.
 
     Raises:
-      ValueError: If the GPU is unknown, the mesh does not fit, or XLA's compiler for
-        GPUs is not installed.
+      ValueError: If the GPU is unknown, the mesh does not fit, `tx` is made for another
+        plan, or XLA's compiler for GPUs is not installed.
 
     Examples:
       >>> estimate = fsdp.estimate_step(plan, loss_fn, tx, batch, guide=False)
@@ -90,9 +91,12 @@ def estimate_step(
     given = sizes if mesh is None else dict(mesh)
     there = make_mesh(**given, devices=gpu_devices(gpu, count))
     plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
+    # An optimizer is a tuple of functions, and so not callable itself.
+    tx = tx(plan) if callable(tx) else tx
     # None for jit: they would still apply beneath the `options` of `compile`.
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
+    _check_mesh(plan, state.opt_state)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
     )
@@ -120,3 +124,16 @@ def estimate_step(
         model_flops=model_flops(plan, loss_fn, abstract_batch, **form) / count,
         num_microbatches=step.num_microbatches,
     )
+
+
+def _check_mesh(plan: Plan, opt_state: PyTree) -> None:
+    """Refuses an optimizer whose state is sharded over another mesh than the plan's."""
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(opt_state)]
+    if others := [mesh for mesh in meshes if mesh != plan.mesh]:
+        raise ValueError(
+            f"estimate_step: {len(others)} of {len(meshes)} arrays of the optimizer's "
+            f"state are sharded over {others[0].size} devices of the mesh that it was "
+            f"made for, not over the {plan.mesh.size} GPUs of the estimate: pass "
+            "a function in its place, such as tx=lambda plan: "
+            "fsdp.optim.layer_wise(plan, ...)."
+        )

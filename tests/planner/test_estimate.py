@@ -243,3 +243,20 @@ def test_what_xla_recomputes_of_itself_is_told_of():
     gpu = dataclasses.replace(GPUS["h200"], memory=plain.compiled_bytes // 3)
     tight = estimate(Llama(layers=2), tokens(64), prefetch=0, config=config, gpu=gpu)
     assert any("XLA recomputes" in alarm for alarm in tight.memory_alarms)
+
+
+def test_an_optimizer_that_is_made_for_a_plan_is_made_for_that_of_the_gpus():
+    model = Llama(width=256, mlp=512, heads=2, kv_heads=1, layers=2, vocab=512)
+    plan = model.plan(fsdp.make_mesh(devices=jax.devices()[:1]))
+    rest, matrices = optax.adamw(1e-3), ["layers.q", "layers.up"]
+
+    def layer_wise(plan):
+        return fsdp.optim.layer_wise(plan, optax.trace(0.9), rest, matrices)
+
+    given = (model.loss(), layer_wise, tokens(8, 256))
+    found = fsdp.estimate_step(plan, *given, gpus=8, guide=False)
+    fsdp.audit_step(found.plan, found.compiled)
+    assert "all-to-all" in {row.op for row in found.sent}
+    message = facts("1 devices", "8 GPUs", "layer_wise(plan")
+    with pytest.raises(ValueError, match=message):
+        fsdp.estimate_step(plan, given[0], layer_wise(plan), given[2], gpus=8)
