@@ -51,7 +51,7 @@ test-distributed: $(INSTALLED)  ## Run the tests that start jobs of several proc
 
 # In an environment of its own: what others need may not fit what the tests need.
 test-foreign:  ## Train models of other packages, in an environment of their own with these.
-	$(MAKE) test-foreign-installed VENV=.venv-foreign EXTRAS=test,foreign TORCH= CONSTRAINTS=
+	$(MAKE) test-foreign-installed VENV=.venv-foreign EXTRAS=test,foreign,plan TORCH= CONSTRAINTS=
 
 test-foreign-installed: $(INSTALLED)
 	$(BIN)/pytest -m foreign tests/foreign $(PYTEST)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from helpers import tiers
 from helpers.markdown import ROOT, pages
 
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = "docs/pages/explanation/measured.md"
 TUNE = "docs/pages/how-to/tune-performance.md"
 BRING = "docs/pages/how-to/bring-your-model.md"
+SECURITY = "docs/pages/explanation/security.md"
+HOLDS = "docs/pages/explanation/what-holds.md"
 LANES = ("0.10.2", "0.12.0.1")
 FORMS = ("annotations", "plain_scan", "fsdp_jax")
 LARGER = {"llama-3-70b": 1, "mixtral-8x7b": 1, "llama-3-70b-pp": 1, "llama-3-8b-cp": 2}
@@ -426,3 +429,14 @@ def test_compiling_with_units_ahead_takes_what_is_said():
         for row in read("foreign")["compile_times"]
     ]
     assert f"that with `prefetch=0` times {' and '.join(spans)}" in said(BRING)
+
+
+def test_there_are_as_many_tests_of_hostile_files_as_said():
+    recorded = json.loads((ROOT / "tests" / "durations.json").read_text())
+    count = sum(len(recorded[file]) for file in recorded if "hostile" in file)
+    assert f"{count} tests are of damaged or hostile" in said(SECURITY)
+    assert f"hostile checkpoints, in {count} tests," in said(HOLDS)
+
+
+def test_the_readme_says_the_budget_of_the_light_tests():
+    assert f"at most {tiers.BUDGET:,.0f} CPU-seconds" in said("README.md")
