@@ -1,10 +1,12 @@
 """Models with state-space, delta-net and convolution layers on the command line."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 from tiny_configs import hf_fields
 
 import bridge
@@ -21,6 +23,8 @@ HYBRIDS = {
     "falcon_h1": "mamba.num_heads 4",
     "jamba": "num_attention_heads 4",
 }
+NAME = "model.safetensors"
+KEPT = ("correction_bias", "indexer", "layer_scalar", "norm", "embed")
 WITHOUT_EXPERTS = ("mamba2", "lfm2", "falcon_h1")
 
 
@@ -54,6 +58,22 @@ def test_a_hybrid_is_trained_and_exported(family, directory, text, tmp_path):
     exported = tmp_path / "exported"
     assert not main(["export", save, str(exported)])
     assert bridge.plan(exported).config.model_type == hf_fields(family)["model_type"]
+
+
+# Parameters that no gradient moves beside those that LoRA keeps: biases of routers, an
+# indexer and scales of layers.
+@pytest.mark.parametrize("family", ["nemotron_h", "glm_moe_dsa", "gemma4", "mamba2"])
+def test_factors_are_trained_beside_parameters_that_no_gradient_moves(
+    family, directory, text, tmp_path
+):
+    model, save, out = directory(family), str(tmp_path / "save"), tmp_path / "out"
+    options = ["--data", str(text), "--devices", "1", "--batch", "2", "--seq", "8"]
+    options += ["--save", save, "--lora-rank", "2", "--lr", "1e-2", "--steps", "2"]
+    assert not main(["train", "--hf", model, *options])
+    assert not main(["export", save, str(out)])
+    before, after = (load_file(Path(path) / NAME) for path in (model, out))
+    moved = {key for key in before if (before[key] != after[key]).any()}
+    assert moved and not any(word in key for key in moved for word in KEPT)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
