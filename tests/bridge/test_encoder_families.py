@@ -129,6 +129,39 @@ def test_two_tensors_of_equal_shape_that_are_swapped_are_missed(name):
     assert error(forward(model, jnp.asarray(encoder.inputs())), want) > 100 * RELATIVE
 
 
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_is_converted_back_by_the_same_rules(name):
+    encoder = ENCODERS[name]
+    net = random(encoder.torch)
+    like, _ = like_of(encoder, "nnx", "own")
+    rules = bridge.propose_rules(net, like, ignore=encoder.ignore).rules
+    model = bridge.from_torch(net, like, rules, ignore=encoder.ignore)
+    state = net.state_dict()
+    again = bridge.to_torch(model, rules)
+    assert all(torch.equal(again[key], state[key]) for key in again)
+    left = {key for key in state if not key.startswith(("pooler", "encoder.embed_"))}
+    assert set(again) == left
+
+
+class Parameters(torch.nn.Module):
+    def __init__(self, **shapes: tuple[int, ...]):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+
+
+def test_parameters_may_have_other_dims_of_size_one():
+    net = Parameters(cls=(1, 1, 4), places=(1, 3, 4), first=(4,), one=(1,))
+    shapes = {"cls": (4,), "places": (3, 4), "first": (1, 1, 4), "one": (1,)}
+    like = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}
+    tree = bridge.from_torch(net, like)
+    for name, tensor in net.state_dict().items():
+        np.testing.assert_array_equal(tree[name], tensor.numpy().reshape(shapes[name]))
+    like["places"] = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    rows = {row.args[0]: row for row in bridge.propose_rules(net, like).rows}
+    assert rows["places"].doubts and not rows["cls"].doubts
+
+
 # Stacked layers
 
 
