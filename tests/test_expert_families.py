@@ -41,6 +41,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "gpt_oss": {},
     "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
 }
 MESHES = {
     "mixtral": {"dp_outer": 2, "ep": 2, "tp": 2},
@@ -48,6 +49,7 @@ MESHES = {
     "olmoe": {"ep": 4, "tp": 2},
     "gpt_oss": {"dp_outer": 2, "ep": 4},
     "deepseek_v3": {"ep": 2, "tp": 2},
+    "lfm2_moe": {"ep": 2, "tp": 2},
 }
 
 

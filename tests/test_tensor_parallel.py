@@ -61,6 +61,10 @@ CASES = {
     # A head with a bias.
     "phi": Case({"tp": 2}, {"vocab_size": 132}, loss=fused_next_token_loss),
     "deepseek_v2": Case({"tp": 2}, whole=("q_a_proj", "kv_a_proj_with_mqa")),
+    # Keys that are the values too, of one head in layers that attend to all.
+    "gemma4": Case({"tp": 2}, {"vocab_size": 132}, whole=("k_proj",)),
+    # An indexer that selects keys.
+    "deepseek_v32": Case({"tp": 2}, whole=("q_a_proj", "indexer")),
 }
 
 

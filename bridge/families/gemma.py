@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.families import _gemma
-from bridge.families._blocks import dense_layer, key_mapping
+from bridge.families._blocks import dense_layer, ignore_tied_head, key_mapping
 from bridge.families._family import Family, Field
 from bridge.families._field_transform import FieldTransform
 from bridge.families._hf_rope import rope
@@ -45,4 +45,5 @@ FAMILY = Family(
     constants={"norm": "rms_zero_centered", "scale_embeddings": True},
     fixed={"attention_dropout": 0.0, "use_bidirectional_attention": False},
     key_mappings=(key_mapping(dense_layer),),
+    ignore=ignore_tied_head,
 )

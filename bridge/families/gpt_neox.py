@@ -35,6 +35,13 @@ _STALE = tuple(
     f"gpt_neox.layers.{{layer}}.attention.{name}"
     for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
 )
+_HEAD = "embed_out"
+
+
+def _ignore(config: DecoderConfig) -> tuple[str, ...]:
+    return _STALE + ((f"{_HEAD}.weight",) if config.tie_word_embeddings else ())
+
+
 _SIDE_BY_SIDE = "use_parallel_residual"
 _PLACEMENT = FieldTransform(
     (_SIDE_BY_SIDE,),
@@ -70,9 +77,9 @@ FAMILY = Family(
     passthrough={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     key_mappings=(
         KeyMapping(
-            outside("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
+            outside("gpt_neox.embed_in", "gpt_neox.final_layer_norm", _HEAD),
             Layers("gpt_neox.layers.{layer}.", _layer),
         ),
     ),
-    ignore=lambda config: _STALE,
+    ignore=_ignore,
 )

@@ -10,6 +10,7 @@ from bridge.families._blocks import (
     PRE_NORMS,
     Rules,
     attention,
+    ignore_tied_head,
     key_mapping,
     mlp,
     norms,
@@ -71,4 +72,5 @@ FAMILY = Family(
     fixed={"hidden_act": "silu"},
     passthrough={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     key_mappings=(key_mapping(_layer),),
+    ignore=ignore_tied_head,
 )

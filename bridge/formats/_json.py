@@ -1,5 +1,6 @@
 """Strict parsing of untrusted JSON: one object, unique keys, finite numbers."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,9 @@ from bridge.formats._regular_file import check_regular_file
 _MAX_BYTES = 100_000_000
 
 
-def read_json(path: Path, subject: str) -> dict[str, Any]:
+def read_json(
+    path: Path, subject: str, infinite: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Reads a file that holds one JSON object; see `parse_json`.
 
     Raises:
@@ -25,10 +28,12 @@ def read_json(path: Path, subject: str) -> dict[str, Any]:
         raise ValueError(
             f"{subject} has {size:,} bytes; at most {_MAX_BYTES:,} are accepted."
         )
-    return parse_json(path.read_bytes(), subject)
+    return parse_json(path.read_bytes(), subject, infinite)
 
 
-def parse_json(text: bytes, subject: str) -> dict[str, Any]:
+def parse_json(
+    text: bytes, subject: str, infinite: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Parses a JSON object, and rejects nonstandard JSON that Python accepts.
 
     NaN and infinities, literal or from a too large exponent, would become sizes and
@@ -38,6 +43,8 @@ def parse_json(text: bytes, subject: str) -> dict[str, Any]:
     Args:
       text: Bytes of the object, in UTF-8.
       subject: Description of the object, to begin the error message.
+      infinite: Names of fields whose value, or one in a list, may be `Infinity`, which
+        Python writes though JSON has no such number.
 
     Raises:
       ValueError: If it is not one JSON object with unique keys.
@@ -45,8 +52,8 @@ def parse_json(text: bytes, subject: str) -> dict[str, Any]:
     try:
         value = json.loads(
             text.decode(),
-            object_pairs_hook=_object,
-            parse_constant=_refuse,
+            object_pairs_hook=functools.partial(_object, infinite=infinite),
+            parse_constant=_constant if infinite else _refuse,
             parse_float=_finite,
         )
     except (ValueError, RecursionError) as error:
@@ -59,13 +66,25 @@ def parse_json(text: bytes, subject: str) -> dict[str, Any]:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]], infinite: frozenset[str]) -> dict[str, Any]:
     seen = dict(pairs)
     if len(seen) < len(pairs):
         raise ValueError(f"keys given twice: {_twice([key for key, _ in pairs])}")
     for text in (*seen, *(v for v in seen.values() if isinstance(v, str))):
         text.encode()  # raises on an unpaired surrogate
+    if infinite:
+        for key in seen.keys() - infinite:
+            _check_finite(seen[key])
     return seen
+
+
+def _check_finite(value: Any) -> None:
+    """Checks a number, or those of a list; of objects their own fields are checked."""
+    if isinstance(value, list):
+        for item in value:
+            _check_finite(item)
+    if isinstance(value, float) and math.isinf(value):
+        _refuse("-Infinity" if value < 0 else "Infinity")
 
 
 def _twice(keys: list[str]) -> list[str]:
@@ -75,6 +94,12 @@ def _twice(keys: list[str]) -> list[str]:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
+
+
+def _constant(text: str) -> float:
+    if text == "NaN":
+        _refuse(text)
+    return float(text)  # an infinity, which a field may have or not
 
 
 def _finite(text: str) -> float:

@@ -38,6 +38,8 @@ from bridge.models import (
 from bridge.models._config import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
+# Of Mamba-2 layers, whose time steps have no upper limit in most models.
+_INFINITE = frozenset({"time_step_limit"})
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -206,7 +208,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         path = path.with_name(CONFIG_NAME)
     if not path.is_file():
         raise FileNotFoundError(f"No model config: '{path}' is not there.")
-    return read_json(path, f"'{path}'")
+    return read_json(path, f"'{path}'", _INFINITE)
 
 
 def getter(config: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from bridge.formats.quantized._decode import decode_quantized
 from bridge.hf._config import find_family, from_hf_config, read_config_file
 from bridge.hf._published_names import FamilyNames, describe, family_names
 from bridge.hf._text_part import is_multimodal, quantization_of
-from bridge.hf._tied_head import TIED_HEAD, check_tied_head
+from bridge.hf._tied_head import check_tied_head, head_of
 from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping, is_ignored
 from bridge.streaming._lazy import LazyLeaf, lazy_tree
@@ -85,7 +85,7 @@ def open_hf(
     source = named.source
     mapping = family.mapping_for(config, source.keys(), source.shape)
     if config.tie_word_embeddings:
-        check_tied_head(source, mapping)
+        check_tied_head(source, mapping, config)
     _warn_of_left_out(source, mapping, config)
     return source, config, mapping
 
@@ -107,7 +107,7 @@ def _warn_of_other_tensors(source: Source, named: FamilyNames) -> None:
 def _warn_of_left_out(source: Source, mapping: Mapping, config: DecoderConfig) -> None:
     """Says which layers of the checkpoint the model does not have."""
     announced = find_family(config.model_type).left_out
-    silent = (TIED_HEAD, *STALE)
+    silent = (head_of(config), *STALE)
     left_out = [
         key
         for key in source.keys()

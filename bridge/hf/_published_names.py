@@ -14,11 +14,9 @@ from types import MappingProxyType
 import numpy as np
 
 from bridge.formats._source import SafetensorsSource, Source
-from bridge.hf._tied_head import TIED_HEAD, table_of
+from bridge.hf._tied_head import head_of, table_of
 from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping as WeightMapping
-
-_ROOT = "model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +60,11 @@ def family_names(
     """
     keys, expected = source.keys(), mapping.by_source()
     names = {key: key for key in keys}
-    if any(key.startswith(_ROOT) for key in expected):
-        names = _with_root(keys, expected, multimodal)
-    _name_embedding(names, mapping, config)
+    head, table = head_of(config), table_of(mapping)
+    if root := _root(expected, table):
+        names = _with_root(keys, expected, root, head, multimodal)
+    if config.tie_word_embeddings:
+        _name_embedding(names, head, table)
     _check_unique(source, names)
     zero = [
         key
@@ -78,29 +78,46 @@ def family_names(
     return FamilyNames(_renamed(source, kept), others, tuple(zero))
 
 
+def _root(expected: Collection[str], table: str) -> str:
+    """Returns what precedes the names of a base model in a family; may be empty.
+
+    `model.` in most: what the embedding has in common with most tensors.
+    """
+    root = table.partition(".")[0] + "."
+    return (
+        root
+        if 2 * sum(key.startswith(root) for key in expected) > len(expected)
+        else ""
+    )
+
+
 def _with_root(
-    keys: Iterable[str], expected: Collection[str], multimodal: bool
+    keys: Iterable[str],
+    expected: Collection[str],
+    root: str,
+    head: str,
+    multimodal: bool,
 ) -> dict[str, str]:
     """Returns the family's name of each published name that belongs to the text."""
-    inside = {key.removeprefix(_ROOT) for key in expected if key.startswith(_ROOT)}
+    inside = {key.removeprefix(root) for key in expected if key.startswith(root)}
     modules = {name.partition(".")[0] for name in inside}
-    prefix = _prefix(keys, inside)
-    heads = {TIED_HEAD, prefix.removesuffix(_ROOT) + TIED_HEAD, prefix + TIED_HEAD}
+    prefix = _prefix(keys, inside, root)
+    heads = {head, prefix.removesuffix(root) + head, prefix + head}
     names = {}
     for key in keys:
         rest = key.removeprefix(prefix)
         if key in heads and rest not in inside:
-            names[key] = TIED_HEAD
+            names[key] = head
         elif key.startswith(prefix) and rest.partition(".")[0] in modules:
-            names[key] = _ROOT + rest
+            names[key] = root + rest
         elif not multimodal:
             names[key] = key
     return names
 
 
-def _prefix(keys: Iterable[str], inside: Collection[str]) -> str:
+def _prefix(keys: Iterable[str], inside: Collection[str], root: str) -> str:
     """Returns what precedes the family's names in the most published names."""
-    counts: collections.Counter[str] = collections.Counter({_ROOT: 0})
+    counts: collections.Counter[str] = collections.Counter({root: 0})
     for key in keys:
         parts = key.split(".")
         for i in range(len(parts)):
@@ -109,14 +126,11 @@ def _prefix(keys: Iterable[str], inside: Collection[str]) -> str:
     return counts.most_common(1)[0][0]
 
 
-def _name_embedding(
-    names: dict[str, str], mapping: WeightMapping, config: DecoderConfig
-) -> None:
+def _name_embedding(names: dict[str, str], head: str, table: str) -> None:
     """Names the output projection of a tied model that has no embedding."""
-    table = table_of(mapping)
-    if config.tie_word_embeddings and table not in names.values():
+    if table not in names.values():
         for key, name in names.items():
-            if name == TIED_HEAD:
+            if name == head:
                 names[key] = table
 
 

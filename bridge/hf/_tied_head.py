@@ -1,11 +1,15 @@
 """An output projection that is stored though the config ties it to the embedding."""
 
+import dataclasses
+
 import numpy as np
 
+from bridge.families import FAMILIES
 from bridge.formats._source import Source
+from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping
 
-TIED_HEAD = "lm_head.weight"
+_HEAD = "lm_head.kernel"
 _EMBEDDING = "embed_tokens.embedding"
 _ELEMENTS = 1 << 24  # of the two tensors in memory at a time
 
@@ -15,7 +19,19 @@ def table_of(mapping: Mapping) -> str:
     return mapping.by_destination()[_EMBEDDING][0].source
 
 
-def check_tied_head(source: Source, mapping: Mapping) -> None:
+def head_of(config: DecoderConfig) -> str:
+    """Returns the name that the tensor of an output projection has in a family.
+
+    Args:
+      config: The model; tied, it has none of its own, and files may hold it all the
+        same.
+    """
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    rules = FAMILIES[config.model_type].mapping(untied).rules
+    return next(r.sources[0] for r in rules if _HEAD in r.destinations)
+
+
+def check_tied_head(source: Source, mapping: Mapping, config: DecoderConfig) -> None:
     """Checks that a stored output projection is the embedding that it is tied to.
 
     transformers does not tie the two if their values differ, whatever the config says.
@@ -23,16 +39,17 @@ def check_tied_head(source: Source, mapping: Mapping) -> None:
     Args:
       source: The checkpoint.
       mapping: The rules of a model whose embedding is its output projection.
+      config: The model.
 
     Raises:
       ValueError: If the checkpoint holds both, with other values or shapes.
     """
-    table = table_of(mapping)
-    if not {table, TIED_HEAD} <= set(source.keys()):
+    table, head = table_of(mapping), head_of(config)
+    if not {table, head} <= set(source.keys()):
         return
-    if not _equal(source, table, TIED_HEAD):
+    if not _equal(source, table, head):
         raise ValueError(
-            f"'{source.name}' holds '{TIED_HEAD}' beside '{table}', with other values "
+            f"'{source.name}' holds '{head}' beside '{table}', with other values "
             "or another shape, but tie_word_embeddings is true: transformers does not "
             "tie them then. Set tie_word_embeddings to false in config.json, or pass "
             "config=dataclasses.replace(config, tie_word_embeddings=False)."

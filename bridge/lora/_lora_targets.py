@@ -39,10 +39,12 @@ def lora_targets(config: DecoderConfig, modules: Collection[str]) -> dict[str, i
         chosen = [name for name in names if name.rpartition(".")[2] in modules]
         found = {name.rpartition(".")[2] for name in chosen}
         if missing := [module for module in modules if module not in found]:
-            has = sorted({name.rpartition(".")[2] for name in names})
+            fit = {module for weight in known for module in weight.modules}
+            unfit = {name.rpartition(".")[2] for name in names.keys() - fit}
+            linear = {name.rpartition(".")[2] for name in fit} - unfit
             raise ValueError(
-                f"The model has no modules {', '.join(missing)}; it has "
-                f"{', '.join(has)}."
+                f"The model has no modules {', '.join(missing)}; those that may have "
+                f"factors are {', '.join(sorted(linear))}."
             )
     weights = adapted_weights(base, chosen, transposed=transposed)
     return {weight.leaf: weight.num_in for weight in weights}

@@ -46,6 +46,39 @@ def flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> 
     return dataclasses.replace(row, doubts=(*row.doubts, doubt))
 
 
+def dims_confirmed(
+    rows: Sequence[tuple[TorchLayer, TreeLayer, Row]],
+) -> list[Row]:
+    """Removes the doubt about square kernels that the tree's other kernels settle.
+
+    A tree without classes has only names. If each kernel that is not square fits
+    `[in, out]` of a layer of class `Linear`, so do those that are.
+
+    Args:
+      rows: Pairs of layers with their rows.
+    """
+    kernels = [
+        not row.doubts
+        for theirs, ours, row in rows
+        if _is_linear(theirs, ours)
+        if len(set(theirs.shapes["weight"])) > 1
+    ]
+    if not kernels or not all(kernels):
+        return [row for _, _, row in rows]
+    return [
+        dataclasses.replace(
+            row, doubts=tuple(d for d in row.doubts if not d.startswith("square"))
+        )
+        if _is_linear(theirs, ours)
+        else row
+        for theirs, ours, row in rows
+    ]
+
+
+def _is_linear(theirs: TorchLayer, ours: TreeLayer) -> bool:
+    return theirs.kind == "Linear" == ours.kind and ours.by == "names"
+
+
 def channels_of(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> list[int]:
     """Returns the numbers of output channels of a model's convolutions."""
     return [

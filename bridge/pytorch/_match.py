@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from bridge.pytorch._torch_layers import TorchLayer
 from bridge.pytorch._tree_layers import TreeLayer, kind_of_names
@@ -29,18 +30,47 @@ def matches(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Mat
     """Returns the pairs of layers, each layer in one pair at most.
 
     Names are the same, or the same behind a prefix that one of the two models has
-    before the names of several layers. Failing that, in doubt, layers have the same
-    numbers and the same last name. Every pair is the only one of its kind.
+    before the names of several layers, or the same in two lists of other names.
+    Failing that, in doubt, layers have the same last name, and the same numbers unless
+    one of them has none. Every pair is the only one of its kind.
     """
-    found = _equal(theirs, ours)
-    for find in (_stacked, _behind_prefix, _same_end):
-        used = {id(layer) for match in found for layer in (match.theirs, match.ours)}
-        paths = {path for match in found for path in _paths_of(match, theirs)}
-        rest = [t for t in theirs if id(t) not in used and t.path not in paths]
-        taken = {match.ours.path for match in found}
-        found += find(rest, [o for o in ours if o.path not in taken])
+    found = _each_once(theirs, ours, (_equal, _stacked))
+    behind = functools.partial(_behind_prefix, known=_prefixes(found))
+    finders = (behind, _in_lists, _same_end, _only_end)
+    found = _each_once(theirs, ours, finders, found)
     order = {layer.path: number for number, layer in enumerate(theirs)}
     return sorted(found, key=lambda match: order.get(_first(match.theirs.path), 0))
+
+
+def matches_of_tensors(
+    theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer], found: Sequence[Match]
+) -> list[Match]:
+    """Returns the pairs of tensors and leaves that belong to no layer of a class.
+
+    Args:
+      theirs: Tensors, each as a layer with its name as path.
+      ours: Leaves, each as a layer with its path.
+      found: Pairs of layers: a prefix of these needs no other evidence.
+    """
+    behind = functools.partial(_behind_prefix, known=_prefixes(found))
+    return _each_once(theirs, ours, (_equal, _stacked, behind, _in_lists))
+
+
+def _each_once(
+    theirs: Sequence[TorchLayer],
+    ours: Sequence[TreeLayer],
+    finders: Sequence[Callable],
+    found: Sequence[Match] = (),
+) -> list[Match]:
+    """Lets each finder pair what `found` and the finders before it left."""
+    pairs = list(found)
+    for find in finders:
+        used = {id(layer) for match in pairs for layer in (match.theirs, match.ours)}
+        paths = {path for match in pairs for path in _paths_of(match, theirs)}
+        rest = [t for t in theirs if id(t) not in used and t.path not in paths]
+        taken = {match.ours.path for match in pairs}
+        pairs += find(rest, [o for o in ours if o.path not in taken])
+    return pairs
 
 
 def canonical(path: str) -> str:
@@ -69,8 +99,23 @@ def _equal(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Matc
     ]
 
 
+def _prefixes(found: Sequence[Match]) -> frozenset[str]:
+    """Returns what one of two names has before the other, of pairs of layers."""
+    return frozenset(filter(None, map(_prefix_of, found)))
+
+
+def _prefix_of(match: Match) -> str:
+    one = canonical(match.theirs.path.replace(".{layer}", ""))
+    other = canonical(match.ours.path)
+    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    end = f".{shorter}"
+    return longer.removesuffix(end) if shorter and longer.endswith(end) else ""
+
+
 def _behind_prefix(
-    theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]
+    theirs: Sequence[TorchLayer],
+    ours: Sequence[TreeLayer],
+    known: Collection[str] = (),
 ) -> list[Match]:
     """Pairs layers of which one has the other's name, behind a prefix."""
     left, right = _by_name(theirs), _by_name(ours)
@@ -80,12 +125,20 @@ def _behind_prefix(
         id(layer) for t, o, _ in pairs for layer in (left[t][0], right[o][0])
     )
     prefixes = collections.Counter(prefix for _, _, prefix in pairs)
+    certain = {*known, *_of_parameters(left, right), *_of_parameters(right, left)}
+    prefixes.update({prefix: 2 for prefix in certain})
     return [
         Match(left[t][0], right[o][0], () if prefixes[prefix] > 1 else _renamed(t, o))
         for t, o, prefix in pairs
         if len(left[t]) == 1 == len(right[o])
         if uses[id(left[t][0])] == 1 == uses[id(right[o][0])]
     ]
+
+
+def _of_parameters(longer: Mapping[str, Sequence], shorter: Mapping[str, Sequence]):
+    """Returns the modules whose own parameters the other model has itself."""
+    names = {name for layer in shorter.get("", ()) for name in layer.shapes}
+    return {path for path in longer if path and names & set(longer[path][0].shapes)}
 
 
 def _suffixes(
@@ -101,14 +154,61 @@ def _suffixes(
                 yield name, end, ".".join(parts[:start])
 
 
-def _same_end(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Match]:
+def _in_lists(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Match]:
+    """Pairs layers of equal number and name in two lists, whatever these are called."""
+    left, right = _by_name(theirs, _in_list), _by_name(ours, _in_list)
+    pairs = [
+        (name, layers[0], other[0])
+        for name, layers in left.items()
+        if name and len(layers) == 1 == len(other := right.get(name, []))
+    ]
+    names: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+    for name, one, other in pairs:
+        names[_list_of(one), _list_of(other)].add(name.partition(".")[2])
+    return [
+        Match(
+            one,
+            other,
+            ()
+            if len(names[_list_of(one), _list_of(other)]) > 1
+            else _renamed(one.path, other.path),
+        )
+        for _, one, other in pairs
+    ]
+
+
+def _in_list(path: str) -> str:
+    """Returns the first number of a path and what follows; empty if nothing does."""
+    match = re.search(r"(?:^|\.)(\d+\..+)$", _without_wrappers(path))
+    return match[1] if match else ""
+
+
+def _list_of(layer: TorchLayer | TreeLayer) -> str:
+    return layer.path.partition(_in_list(layer.path))[0]
+
+
+def _same_end(
+    theirs: Sequence[TorchLayer],
+    ours: Sequence[TreeLayer],
+    name: Callable[[str], str] | None = None,
+) -> list[Match]:
     """Pairs layers of the same numbers and last name, in doubt."""
-    left, right = _by_name(theirs, _numbers_and_end), _by_name(ours, _numbers_and_end)
+    name = name or _numbers_and_end
+    left, right = _by_name(theirs, name), _by_name(ours, name)
     return [
         Match(layers[0], other[0], _renamed(layers[0].path, other[0].path))
-        for name, layers in left.items()
-        if len(layers) == 1 == len(other := right.get(name, []))
+        for end, layers in left.items()
+        if len(layers) == 1 == len(other := right.get(end, []))
     ]
+
+
+def _only_end(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Match]:
+    """Pairs layers of the same last name, one of which is in no list, in doubt.
+
+    What only one of several layers has may be stored beside their stack.
+    """
+    found = _same_end(theirs, ours, lambda path: canonical(path).rpartition(".")[2])
+    return [m for m in found if not (_in_list(m.theirs.path) and _in_list(m.ours.path))]
 
 
 def _numbers_and_end(path: str) -> str:
@@ -124,31 +224,69 @@ def _stacked(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Ma
     """Pairs numbered layers with one whose leaves have a dim of as many more."""
     groups: dict[str, list[TorchLayer]] = collections.defaultdict(list)
     for layer in theirs:
-        if len(numbers := re.findall(r"(?:^|\.)(\d+)(?=\.|$)", layer.path)) == 1:
-            groups[
-                re.sub(rf"(^|\.){numbers[0]}(?=\.|$)", r"\1{layer}", layer.path)
-            ] += [layer]
+        for number in re.finditer(r"(?:^|(?<=\.))\d+(?=\.|$)", layer.path):
+            start, end = layer.path[: number.start()], layer.path[number.end() :]
+            groups[f"{start}{{layer}}{end}"].append(layer)
     names = {_without_wrappers(layer.path): layer for layer in ours}
-    found = []
-    for path, layers in groups.items():
-        parts = path.replace(".{layer}", "").split(".")
-        ends = [".".join(parts[start:]) for start in range(len(parts) - 1)]
-        tree = next((names[end] for end in ends if end in names), None)
-        if tree is not None and _are_of(layers, tree):
-            theirs_of_all = TorchLayer(path, layers[0].kind, layers[0].shapes)
-            found.append(Match(theirs_of_all, _one_of(tree)))
-    uses = collections.Counter(match.ours.path for match in found)
-    return [match for match in found if uses[match.ours.path] == 1]
+    pairs = [
+        (path, layers, tree)
+        for path, layers in groups.items()
+        if (tree := _stack_of(path, names)) is not None and _are_of(path, layers, tree)
+    ]
+    uses = collections.Counter(tree.path for _, _, tree in pairs)
+    lists = collections.Counter(_lists_of(path, tree) for path, _, tree in pairs)
+    return [
+        Match(
+            TorchLayer(path, layers[0].kind, layers[0].shapes),
+            _one_of(tree),
+            () if lists[_lists_of(path, tree)] > 1 else _unless_same(path, tree),
+        )
+        for path, layers, tree in pairs
+        if uses[tree.path] == 1
+    ]
 
 
-def _are_of(layers: Sequence[TorchLayer], tree: TreeLayer) -> bool:
+def _stack_of(path: str, names: Mapping[str, TreeLayer]) -> TreeLayer | None:
+    """Returns the only layer with a name in the place of `path` and its `{layer}`.
+
+    The same name, or its end; else one that has the same after another list.
+    """
+    parts = path.replace(".{layer}", "").split(".")
+    ends = [".".join(parts[start:]) for start in range(len(parts) - 1)]
+    tree = next((names[end] for end in ends if end in names), None)
+    inside = path.partition("{layer}.")[2]
+    if tree is not None or not inside:
+        return tree
+    others = [
+        layer
+        for name, layer in names.items()
+        if re.fullmatch(rf"[^\d.]+\.{re.escape(inside)}", name)
+    ]
+    return others[0] if len(others) == 1 else None
+
+
+def _lists_of(path: str, tree: TreeLayer) -> tuple[str, str]:
+    before, _, inside = path.partition("{layer}")
+    return before, _without_wrappers(tree.path).removesuffix(inside)
+
+
+def _unless_same(path: str, tree: TreeLayer) -> tuple[str, ...]:
+    """Returns a doubt if the lists of a stack have other names."""
+    before, ours = _lists_of(path, tree)
+    same = f".{before.rstrip('.')}".endswith(f".{ours}") or not ours
+    return () if same else _renamed(path, tree.path)
+
+
+def _are_of(path: str, layers: Sequence[TorchLayer], tree: TreeLayer) -> bool:
     """Whether the leaves of a layer have a place for each of several equal ones."""
     alike = all(
         (layer.kind, layer.shapes) == (layers[0].kind, layers[0].shapes)
         for layer in layers
     )
+    paths = {path.replace("{layer}", str(number)) for number in range(len(layers))}
     sizes = {shape[:1] for shape in tree.shapes.values()}
-    return alike and sizes == {(len(layers),)}
+    from_zero = paths == {layer.path for layer in layers}
+    return alike and from_zero and sizes == {(len(layers),)}
 
 
 def _one_of(tree: TreeLayer) -> TreeLayer:

@@ -40,14 +40,14 @@ class Row:
     Args:
       make: `Rule`, or a function of `bridge.adapt`.
       name: Name of `make` in code.
-      args: Positional arguments: names and patterns.
+      args: Positional arguments: names, several of a side as a tuple, and patterns.
       options: Keyword arguments.
       doubts: Reasons to review the row; empty if it is certain.
     """
 
     make: Callable[..., Any]
     name: str
-    args: tuple[str, ...]
+    args: tuple[str | tuple[str, ...], ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     doubts: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ class Row:
 
     def __str__(self) -> str:
         """Formats the row as code, with doubts in a comment."""
-        given = [json.dumps(arg) for arg in self.args]
+        given = [_literal(arg) for arg in self.args]
         given += [f"{name}={_literal(value)}" for name, value in self.options.items()]
         comment = f"  # in doubt: {'; '.join(self.doubts)}" if self.doubts else ""
         return f"{self.name}({', '.join(given)}),{comment}"
@@ -75,7 +75,7 @@ def pair(theirs: TorchLayer, ours: TreeLayer) -> Row | None:
       Proposed row, with a doubt for whatever the two sides do not determine; None if
       there is no adapter for the layer.
     """
-    if ours.kind is None:
+    if ours.kind is None or (ours.kind == "Kernel" and _is_linear(theirs)):
         return None
     name, options = _adapter(theirs, ours)
     module, prefix = adapt, "adapt."
@@ -84,6 +84,11 @@ def pair(theirs: TorchLayer, ours: TreeLayer) -> Row | None:
     doubts = tuple(_doubts(theirs, ours))
     paths = theirs.path, ours.path
     return Row(getattr(module, name), prefix + name, paths, options, doubts)
+
+
+def _is_linear(theirs: TorchLayer) -> bool:
+    """Whether a layer has a matrix: a kernel of more dims is then no convolution's."""
+    return len(theirs.shapes.get("weight", ())) == 2
 
 
 def _adapter(theirs: TorchLayer, ours: TreeLayer) -> tuple[str, dict[str, Any]]:
@@ -153,4 +158,6 @@ def _both_have(name: str, theirs: TorchLayer, ours: TreeLayer) -> bool:
 
 
 def _literal(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal, value))})"
     return json.dumps(value) if isinstance(value, str) else repr(value)

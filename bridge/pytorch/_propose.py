@@ -6,9 +6,8 @@ suggest a pair; they can only contradict one. Doubtful rows are printed, as code
 review by someone who knows the model.
 """
 
-import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bridge._report import fold_numbers
@@ -23,14 +22,20 @@ from bridge.pytorch._covered import (
     spell_out,
     ties_of,
 )
-from bridge.pytorch._doubts import channels_of, contradicted, flattened
-from bridge.pytorch._match import Match, canonical, matches
+from bridge.pytorch._doubts import (
+    channels_of,
+    contradicted,
+    dims_confirmed,
+    flattened,
+)
+from bridge.pytorch._fused import fused_rows
+from bridge.pytorch._match import Match, matches, matches_of_tensors
 from bridge.pytorch._pair import Row, pair
 from bridge.pytorch._target import read_target
 from bridge.pytorch._torch_files import open_torch
-from bridge.pytorch._torch_layers import torch_layers
-from bridge.pytorch._tree_layers import tree_layers
-from bridge.rules._rules import Rule
+from bridge.pytorch._torch_layers import TorchLayer, torch_layers
+from bridge.pytorch._tree_layers import TreeLayer, projections, tree_layers
+from bridge.pytorch._unclassed import as_it_is, linear_general
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -77,7 +82,20 @@ class Proposal:
         raise ValueError(
             f"The weights of {self.subject} cannot be matched with certainty, and "
             "none is guessed. Correct this table, and pass it as `rules`:\n\n"
-            f"{self}"
+            f"{self}{self._example()}"
+        )
+
+    def _example(self) -> str:
+        """Says how to write the first rule that is missing."""
+        if not self.leaves:
+            return ""
+        leaf, shape = next(iter(self.leaves.items()))
+        dims = " ".join(f"d{dim}" for dim in range(len(shape)))
+        return (
+            "\n\nWrite a rule for each leaf without one, from the tensor that fills "
+            f'it: bridge.Rule("NAME", "{leaf}", "{dims} -> {dims}"), with the '
+            "tensor's dims in its order on the left. List tensors that no leaf takes "
+            "in `ignore`."
         )
 
     def __str__(self) -> str:
@@ -111,10 +129,14 @@ def propose_rules(
     """
     tensors, target = open_torch(source, prefix), read_target(like)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}
-    found = matches(torch_layers(source, tensors), tree_layers(like, target))
+    theirs, ours = torch_layers(source, tensors), tree_layers(like, target)
+    if not any(layer.kind == "MultiheadAttention" for layer in theirs):
+        ours = projections(ours)
+    found = matches(theirs, ours)
     rows = _layers(found, tensors, shapes)
     rows += _single(found, rows, tensors, shapes)
-    rows += _bare(rows, tensors, shapes)
+    rows += _bare(found, rows, tensors, shapes)
+    rows += _fused(rows, tensors, shapes)
     rules = [row.rule for row in rows]
     tied = ties_of(tensors, rules)
     ignored = ignored_by(rules, ignore, tensors.keys())
@@ -133,15 +155,24 @@ def propose_rules(
 def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row]:
     """Proposes a row for each pair of layers, with all doubts."""
     channels = channels_of([(match.theirs, match.ours) for match in found])
-    rows = [
-        _doubted(flattened(row, match.theirs, channels, match.ours.by), match.doubts)
+    pairs = [
+        (match, row)
         for match in found
         if (row := pair(match.theirs, match.ours)) is not None
     ]
-    derived = derived_of([row.rule for row in rows])
+    derived = derived_of([row.rule for _, row in pairs])
     adapted = derive(tensors, derived, check_zeros=False)
     given = {key: adapted.shape(key) for key in adapted.keys()}
-    return [contradicted(row, given, leaves) for row in rows if _names_any(row, given)]
+    pairs = [
+        (match, contradicted(row, given, leaves))
+        for match, row in pairs
+        if _names_any(row, given)
+    ]
+    in_order = dims_confirmed([(m.theirs, m.ours, row) for m, row in pairs])
+    return [
+        _doubted(flattened(row, match.theirs, channels, match.ours.by), match.doubts)
+        for (match, _), row in zip(pairs, in_order, strict=True)
+    ]
 
 
 def _names_any(row: Row, tensors: Shapes) -> bool:
@@ -159,67 +190,78 @@ def _doubted(row: Row, doubts: tuple[str, ...]) -> Row:
 def _single(
     found: Sequence[Match], rows: Sequence[Row], tensors: Source, leaves: Shapes
 ) -> list[Row]:
-    """Proposes a rule for pairs of unknown classes with one tensor and one leaf."""
+    """Proposes rules for pairs of layers that no adapter covers.
+
+    Linear layers of several dims, and layers of one tensor and one leaf.
+    """
     rules = [row.rule for row in rows]
     covered, taken = set(covered_by(rules, tensors.keys())), _destinations(rules)
+    names = dict.fromkeys(tensors.keys())
     made = []
     for match in found:
         theirs, ours = match.theirs, match.ours
         keys = [_join(theirs.path, n) for n in theirs.shapes]
         paths = [_join(ours.path, n) for n in ours.shapes]
-        if len(keys) != 1 or len(paths) != 1:
+        used = covered.intersection(k for key in keys for k in matching(key, names))
+        if used or taken.intersection(paths):
             continue
-        if paths[0] not in taken and not covered.intersection(
-            matching(keys[0], dict.fromkeys(tensors.keys()))
-        ):
+        of_layer = linear_general(theirs, ours)
+        if not of_layer and len(keys) == 1 == len(paths):
             (shape,), (wanted,) = theirs.shapes.values(), ours.shapes.values()
-            row = _as_it_is(keys[0], paths[0], shape, wanted)
-            made.append(_doubted(row, match.doubts))
+            of_layer = [as_it_is(keys[0], paths[0], shape, wanted)]
+        made += [_doubted(row, match.doubts) for row in of_layer]
     return made
 
 
 def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return ".".join(filter(None, (path, name)))
 
 
-def _bare(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
-    """Proposes a rule for each uncovered tensor with the name of an uncovered leaf."""
+def _bare(
+    found: Sequence[Match], rows: Sequence[Row], tensors: Source, leaves: Shapes
+) -> list[Row]:
+    """Proposes a rule for each uncovered tensor with the name of an uncovered leaf.
+
+    A table that is a module in one model, with a `weight` or an `embedding`, may be a
+    parameter in the other.
+    """
     rules = [row.rule for row in rows]
     covered, taken = set(covered_by(rules, tensors.keys())), _destinations(rules)
-    free = collections.defaultdict(list)
-    for leaf in leaves:
-        if leaf not in taken:
-            free[canonical(leaf)].append(leaf)
-    return [
-        _as_it_is(key, free[name][0], tensors.shape(key), leaves[free[name][0]])
+    theirs = [
+        TorchLayer(*_table(key, {"weight"}, tensors.shape(key)))
         for key in tensors.keys()
-        if key not in covered and len(free[name := canonical(key)]) == 1
+        if key not in covered
     ]
+    ours = [
+        TreeLayer(*_table(leaf, {"weight", "embedding"}, shape), by="names")
+        for leaf, shape in leaves.items()
+        if leaf not in taken
+    ]
+    made = []
+    for match in matches_of_tensors(theirs, ours, found):
+        ((key, shape),) = match.theirs.shapes.items()
+        ((leaf, wanted),) = match.ours.shapes.items()
+        names = _join(match.theirs.path, key), _join(match.ours.path, leaf)
+        made.append(_doubted(as_it_is(*names, shape, wanted), match.doubts))
+    return made
 
 
-def _as_it_is(
-    key: str, leaf: str, shape: tuple[int, ...], wanted: tuple[int, ...]
-) -> Row:
-    layout, doubts = _layout(shape, wanted), []
-    if shape != wanted:
-        doubts.append(f"{shape} in PyTorch, {wanted} in the tree")
-    elif len(set(shape)) < len(shape):
-        doubts.append(f"{shape}, and no class says which dim is which")
-    return Row(Rule, "bridge.Rule", (key, leaf, layout), {}, tuple(doubts))
+def _fused(rows: Sequence[Row], tensors: Source, leaves: Shapes) -> list[Row]:
+    """Proposes, in doubt, one tensor of query, key and value for three leaves."""
+    rules = [row.rule for row in rows]
+    covered, taken = set(covered_by(rules, tensors.keys())), _destinations(rules)
+    return fused_rows(
+        {key: tensors.shape(key) for key in tensors.keys() if key not in covered},
+        {leaf: shape for leaf, shape in leaves.items() if leaf not in taken},
+    )
 
 
-def _layout(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """Returns a layout that shapes allow, to be reviewed where they are not equal."""
-    if len(shape) == 2 and shape != wanted:
-        rows, columns = shape
-        if wanted == (columns, rows):
-            return "d0 d1 -> d1 d0"
-        if len(wanted) == 3 and wanted[0] == columns:
-            return "(d1 d2) d0 -> d0 d1 d2"
-        if len(wanted) == 3 and wanted[-1] == rows:
-            return "d2 (d0 d1) -> d0 d1 d2"
-    dims = " ".join(f"d{dim}" for dim in range(len(shape)))
-    return f"{dims} -> {dims}"
+def _table(
+    name: str, ends: Collection[str], shape: tuple[int, ...]
+) -> tuple[str, None, dict[str, tuple[int, ...]]]:
+    """Returns the path, kind and shapes of a tensor as a layer of its own."""
+    path, _, end = name.rpartition(".")
+    return (path, None, {end: shape}) if end in ends else (name, None, {"": shape})
 
 
 def _destinations(rules: Rules) -> set[str]:

@@ -5,6 +5,7 @@ names: a `scale` belongs to a norm, a `kernel` of two dims to a `Dense`.
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -132,6 +133,30 @@ def _join_attention(path: str, groups: dict[str, dict[str, Shape]]) -> None:
         for child in ("query", "key", "value", "out"):
             groups.pop(f"{path}.{child}")
         groups[path] = groups.get(path, {}) | children
+
+
+def projections(layers: Sequence[TreeLayer]) -> list[TreeLayer]:
+    """Returns layers with the four projections of each attention as layers.
+
+    A model whose attention is no module of PyTorch's has a linear layer for each.
+
+    Args:
+      layers: Layers of a model or pytree.
+    """
+    return [one for layer in layers for one in _projections(layer)]
+
+
+def _projections(layer: TreeLayer) -> Iterator[TreeLayer]:
+    if layer.kind != "MultiHeadAttention":
+        yield layer
+        return
+    groups: dict[str, dict[str, Shape]] = {}
+    for leaf, shape in layer.shapes.items():
+        child, _, name = leaf.rpartition(".")
+        groups.setdefault(child, {})[name] = shape
+    for child, shapes in groups.items():
+        path = ".".join(filter(None, (layer.path, child)))
+        yield TreeLayer(path, kind_of_names(shapes), shapes, "names")
 
 
 def kind_of_names(shapes: dict[str, Shape]) -> str | None:

@@ -105,7 +105,7 @@ def plan_decoder(
             fsdp_config,
             pipeline=dataclasses.replace(fsdp_config.pipeline, stack=_stack(config)),
             mp_policy=policy,
-            frozen=(*fsdp_config.frozen, *biases, *constant_paths(config)),
+            frozen=_frozen(config, fsdp_config),
             tensor_parallel=tensor_parallel_rules(
                 without_head(config) if scored else config, mesh.shape["tp"]
             ),
@@ -113,6 +113,14 @@ def plan_decoder(
             context_parallel=sequences,
         ),
     )
+
+
+def _frozen(config: DecoderConfig, given: fsdp.FSDPConfig) -> tuple[str, ...]:
+    """Returns the parameters that no gradient moves; LoRA says so of all."""
+    if given.lora is not None:
+        return given.frozen
+    own = correction_bias_paths(config) + constant_paths(config)
+    return (*given.frozen, *own)
 
 
 def _stack(config: DecoderConfig) -> str:

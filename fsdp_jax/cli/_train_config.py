@@ -54,6 +54,11 @@ class TrainConfig:
             wrong.append("--optimizer muon is for whole matrices, not for --lora-rank")
         if self.optimizer.ema and self.lora.lora_rank:
             wrong.append("--ema averages the weights of a model, not of --lora-rank")
+        if (rate := self.routing.expert_bias_rate) and self.lora.lora_rank:
+            wrong.append(
+                f"--expert-bias-rate {rate} moves biases of a model, which "
+                "--lora-rank keeps"
+            )
         wrong += _problems_of_objective(self)
         if wrong:
             raise ValueError("; ".join(wrong) + ".")

@@ -328,3 +328,16 @@ def test_a_damaged_value_is_refused_by_name(changes, match):
 def test_a_field_that_a_router_never_reads_is_refused():
     with pytest.raises(ValueError, match=facts("n_group", "softmax_of_chosen")):
         MoEConfig(4, 2, 8, scoring="softmax_of_chosen", n_group=2, topk_group=1)
+
+
+def test_a_limit_that_python_writes_as_infinity_is_read(tmp_path):
+    config = bridge.from_hf_config(hf_fields("mamba2"))
+    fields = bridge.to_hf_config(config)
+    assert fields["time_step_limit"][1] == float("inf")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(fields))
+    assert "Infinity]" in file.read_text()
+    assert bridge.from_hf_config(tmp_path) == config
+    file.write_text(json.dumps(fields | {"rms_norm_eps": [0.0, float("-inf")]}))
+    with pytest.raises(ValueError, match=facts("JSON", "-Infinity")):
+        bridge.from_hf_config(tmp_path)

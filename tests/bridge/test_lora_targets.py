@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from helpers.errors import facts
+from tiny_configs import hf_fields
 
 import bridge
 from bridge.models import DecoderConfig
@@ -26,3 +28,12 @@ def test_an_output_of_attention_has_two_input_dims_however_it_is_stored(model_ty
     assert num_in.pop("o_proj") == 2  # Heads, and dims of a head.
     assert {"up_proj", "down_proj"} <= num_in.keys()
     assert set(num_in.values()) == {1}
+
+
+@pytest.mark.parametrize("variant", ["mamba2", "nemotron_h", "deepseek_v3"])
+def test_a_refusal_names_the_modules_that_may_have_factors(variant):
+    config = bridge.from_hf_config(hf_fields(variant))
+    with pytest.raises(ValueError, match=facts("no_proj", "lm_head")) as refused:
+        bridge.lora_targets(config, ["no_proj"])
+    named = str(refused.value).rpartition(" are ")[2].rstrip(".").split(", ")
+    assert bridge.lora_targets(config, named) and "norm" not in named

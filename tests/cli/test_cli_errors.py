@@ -149,6 +149,10 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         (START + " --steps 2 --microbatches 2", ["8", "2", "16"]),
         (START + " --steps 2 --dp-shard 3", ["dp_shard=3", "8"]),
         (START + " --steps 2 --dp-outer 0", ["dp_outer=0", "1"]),
+        (
+            START + " --steps 2 --lora-rank 2 --expert-bias-rate 0.1",
+            ["--expert-bias-rate 0.1", "--lora-rank"],
+        ),
         (START + " --steps 2 --devices 0", ["--devices 0", "1"]),
         (START + " --steps 2 --devices 9", ["--devices 9", "8", "--cpu-devices 9"]),
         (START + " --steps 2 --cpu-devices 3", ["--cpu-devices 3", "8", "--devices"]),
