@@ -22,6 +22,8 @@ from fsdp_jax.optim._matrix_stack import (
     stack_matrices,
     unstack_matrices,
 )
+from fsdp_jax.optim._matrix_work import LayerWiseWork, balanced, work_of
+from fsdp_jax.optim._owned_update import update_owned
 from fsdp_jax.sharding._padded import pad_to
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
@@ -46,6 +48,8 @@ def layer_wise(
     matrix_tx: optax.GradientTransformation,
     rest_tx: optax.GradientTransformation,
     matrices: Sequence[str] | Mapping[str, int],
+    *,
+    per_matrix: bool = False,
 ) -> optax.GradientTransformation:
     """Updates some parameters matrix by matrix, each matrix unsharded on one device.
 
@@ -68,6 +72,10 @@ def layer_wise(
         the number of leading dims that are a matrix's rows, the others being its
         columns: `{"*.q_proj.kernel": 1}` for `[embed, heads, head_dim]`,
         `{"*.o_proj.kernel": 2}` for `[heads, head_dim, embed]`.
+      per_matrix: Whether `matrix_tx` updates each matrix independently of all others,
+        as Muon does and a clip by the global norm does not. Devices then pass over the
+        zero matrices, and where they do not divide a stack those own one matrix more
+        that have the least work of the others (see `layer_wise_work`).
 
     Returns:
       A transformation for `init` and `make_train_step` of this plan.
@@ -77,17 +85,14 @@ def layer_wise(
         matrix.
 
     Source: Megatron-LM `layer_wise_optimizer.py` (there whole parameters are assigned
-      to ranks by compute; here matrices of one shape are distributed evenly) and
+      to ranks by compute; here matrices of one shape are distributed evenly, and with
+      `per_matrix` those left over by compute) and
       `muon.py::TensorParallelMuon` with `split_qkv` and its mode `duplicated`: what it
       computes on each rank of tp, one device computes here.
     """
     chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
-    _check(plan, chosen, matrices)
+    layouts = _stack_layouts(plan, chosen, matrices, per_matrix=per_matrix)
     shapes = {param.name: param.shape for param in chosen}
-    layouts = _layouts(
-        [_member(plan, param, _num_row_dims(param, matrices)) for param in chosen],
-        plan,
-    )
 
     def split(tree: PyTree) -> tuple[Matrices, PyTree]:
         """Returns the stacks of matrices, and the tree without them."""
@@ -113,12 +118,60 @@ def layer_wise(
         stacks, rest = split(updates)
         old, old_rest = (None, None) if params is None else split(params)
         plain = _unmarked(state.matrices)
-        stacks, matrix_state = matrix_tx.update(stacks, plain, old)
+        if per_matrix:
+            stacks, matrix_state = update_owned(layouts, matrix_tx, stacks, plain, old)
+        else:
+            stacks, matrix_state = matrix_tx.update(stacks, plain, old)
         rest, rest_state = rest_tx.update(rest, state.rest, old_rest)
         new_state = LayerWiseState(_marked(layouts, matrix_state), rest_state)
         return join(stacks, rest), new_state
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def layer_wise_work(
+    plan: Plan, matrices: Sequence[str] | Mapping[str, int], *, per_matrix: bool = True
+) -> LayerWiseWork:
+    """Returns the work of each device in a step of `layer_wise`.
+
+    All devices wait for the one with most, so its work tells what a larger mesh gains.
+
+    Args:
+      plan: Plan from `fully_shard`.
+      matrices: As for `layer_wise`.
+      per_matrix: As for `layer_wise`.
+
+    Returns:
+      Loads of the devices; printed, the largest beside a bound that none is below.
+
+    Raises:
+      ValueError: As `layer_wise` does.
+
+    Example:
+      >>> import jax
+      >>> import fsdp_jax as fsdp
+      >>> shapes = lambda key: {"a": jax.numpy.ones((3, 8, 16))}
+      >>> plan = fsdp.fully_shard(
+      ...     shapes, fsdp.make_mesh(devices=jax.devices()[:2]), [fsdp.Stacked("a")]
+      ... )
+      >>> fsdp.optim.layer_wise_work(plan, ["a"]).loads
+      (2048, 1024)
+    """
+    chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
+    return work_of(_stack_layouts(plan, chosen, matrices, per_matrix=per_matrix))
+
+
+def _stack_layouts(
+    plan: Plan,
+    chosen: Sequence[ParamPlan],
+    matrices: Sequence[str] | Mapping[str, int],
+    *,
+    per_matrix: bool,
+) -> dict[str, StackLayout]:
+    _check(plan, chosen, matrices)
+    members = [_member(plan, param, _num_row_dims(param, matrices)) for param in chosen]
+    layouts = _layouts(members, plan)
+    return balanced(layouts) if per_matrix else layouts
 
 
 def _layouts(chosen: Sequence[Member], plan: Plan) -> dict[str, StackLayout]:
