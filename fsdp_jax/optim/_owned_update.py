@@ -45,13 +45,16 @@ def update_owned(
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(state)
     leaves = {_key(path): leaf for path, leaf in pairs}
-    new_leaves, new_updates = dict(leaves), {}
+    # What belongs to no matrix, such as a count: XLA drops the rest of this update.
+    _, whole = tx.update(updates, state, params)
+    new_leaves = dict(zip(leaves, jax.tree.leaves(whole), strict=True))
+    new_updates = {}
     for name, layout in layouts.items():
         part = _Part.of(name, layout, tx, updates[name])
         held = {key: leaves[key] for key in part.keys}
         old = None if params is None else params[name]
         new_updates[name], new = _update_stack(part, tx, updates[name], held, old)
-        new_leaves |= new  # each stack computes the same of what belongs to all
+        new_leaves |= new
     return new_updates, treedef.unflatten(new_leaves.values())
 
 
@@ -105,15 +108,14 @@ def _update_stack(
     shared = {key: state[key] for key in part.keys if key not in part.by_slot}
 
     def local(stacks, shared):
-        def run(slots: slice) -> tuple[Any, dict[str, Array]]:
+        def run(slots: slice) -> tuple[Array, dict[str, Array]]:
             own, held, old = jax.tree.map(lambda stack: stack[slots], stacks)
             tree = part.treedef.unflatten({**shared, **held}[k] for k in part.keys)
             old = None if old is None else {part.name: old}
             out, new = tx.update({part.name: own}, tree, old)
             found = dict(zip(part.keys, jax.tree.leaves(new), strict=True))
-            rest = {key: found.pop(key) for key in shared}
             (update,) = jax.tree.leaves(out)
-            return (update, found), rest
+            return update, {key: found[key] for key in held}
 
         return _over_slots(layout, run)
 
@@ -122,34 +124,29 @@ def _update_stack(
         local,
         mesh=layout.mesh,
         in_specs=(spec, PartitionSpec()),
-        out_specs=((spec, spec), PartitionSpec()),
+        out_specs=(spec, spec),
         check_vma=False,
     )
-    (out, new), rest = run((updates, slot_state, params), shared)
-    return out, {**new, **rest}
+    return run((updates, slot_state, params), shared)
 
 
-def _over_slots(
-    layout: StackLayout, run: Callable[[slice], tuple[Any, dict[str, Array]]]
-) -> tuple[Any, dict[str, Array]]:
+def _over_slots(layout: StackLayout, run: Callable[[slice], PyTree]) -> PyTree:
     """Runs the slots that are full on every device, then the last where it is."""
     num_slots, num_full = layout.num_slots, min(layout.num_owned, default=0)
     if num_full == num_slots:
         return run(slice(None))
     last = slice(num_full, num_slots)
-    shapes = jax.eval_shape(lambda: run(last)[0])
+    shapes = jax.eval_shape(lambda: run(last))
     is_full = jnp.asarray(np.asarray(layout.num_owned) > num_full)
     of_last = lax.cond(
         is_full[lax.axis_index(layout.owners)],
-        lambda: run(last)[0],
+        lambda: run(last),
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
     )
     if not num_full:
-        # What belongs to no matrix, such as a count; XLA drops the rest of this run.
-        return of_last, run(last)[1]
-    of_full, shared = run(slice(num_full))
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_full, of_last)
-    return joined, shared
+        return of_last
+    of_full = run(slice(num_full))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), of_full, of_last)
 
 
 def _key(path: Sequence[Any]) -> str:
