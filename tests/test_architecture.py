@@ -55,14 +55,14 @@ BRIDGE_ROWS = [
 ]
 # The same for its Megatron package, whose rooms stand on modules of their own.
 MEGATRON_ROOMS = [
-    {"key_mapping", "names", "param_class", "pipeline", "ranks", "swiglu"}
+    {"key_mapping", "mixers", "names", "param_class", "pipeline", "ranks", "swiglu"}
     | {"tensor_parallel", "tiling", "views", "vocab", "weight_rules"},
     {"buffers", "config"},
     {"cast", "rank_buffers"},
     {"rank_layout"},
     {"read"},
     {"write"},
-    {"convert", "decoder", "edit"},
+    {"convert", "decoder", "edit", "hybrid"},
     {"adam", "save"},
     {"save_adam"},
     {"__init__"},

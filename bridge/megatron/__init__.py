@@ -9,6 +9,8 @@ from bridge.megatron._decoder import lazy_megatron as lazy_megatron
 from bridge.megatron._decoder import megatron_tensors as megatron_tensors
 from bridge.megatron._decoder import plan_megatron as plan_megatron
 from bridge.megatron._edit import edit_distributed as edit_distributed
+from bridge.megatron._hybrid import to_gpt as to_gpt
+from bridge.megatron._hybrid import to_hybrid as to_hybrid
 from bridge.megatron._save_adam import save_megatron_adam as save_megatron_adam
 from bridge.megatron._vocab import trim_vocab as trim_vocab
 from bridge.megatron._weight_rules import weight_mapping as weight_mapping

@@ -18,7 +18,7 @@ from bridge.hf._import_plan import ImportPlan, plan_of
 from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping
 from bridge.megatron.config._args import from_args
-from bridge.megatron.config._transformer_config import to_transformer_config
+from bridge.megatron.config._layers_check import check_layers
 from bridge.megatron.read._checkpoint import open_megatron
 from bridge.megatron.read._regrouped import Regrouped
 from bridge.models import DecoderConfig
@@ -49,7 +49,8 @@ def load_megatron(
       path: Checkpoint directory, as `open_megatron` takes it.
       like: Abstract parameters: any pytree of `jax.ShapeDtypeStruct`. Each array is
         created with the leaf's `.sharding`, or on the default device if it is None.
-      config: Model config; None reads it from the run's settings with `from_args`.
+      config: Model config; None reads it from the run's settings with `from_args`. For
+        a hybrid run it must be given: that of a Nemotron-H.
       progress: Called after each tensor of the checkpoint with bytes read and total
         bytes.
 
@@ -128,7 +129,7 @@ def open_decoder(
     """
     checkpoint = open_megatron(path)
     config = from_args(checkpoint.args) if config is None else config
-    to_transformer_config(config)  # raises if Megatron's layers cannot be this model's
+    check_layers(config)
     return decoder_source(checkpoint.source, config), config
 
 
@@ -164,7 +165,7 @@ def megatron_tensors(params: Any, config: DecoderConfig) -> Source:
         of the config, or if another process holds part of an array; all errors of a
         kind are listed.
     """
-    to_transformer_config(config)
+    check_layers(config)
     leaves = named_leaves(arrays_of(params))
     mapping = weight_mapping(config)
     mapping.check(leaves)

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from bridge.megatron._mixers import join_mixers
 from bridge.megatron._views import Tensor, concatenate, section
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -61,14 +62,15 @@ def canonical_tensors(tensors: Tensors) -> dict[str, Tensor]:
 
     Returns:
       Tensors by canonical name. Tensors stacked over layers or experts are split, and
-      separate gate and up projections are concatenated, gate first.
+      separate gate and up projections are concatenated, gate first, as are the parts of
+      mixers.
 
     Raises:
       ValueError: If two tensors map to the same name, or one half of a gated
         projection is missing.
     """
     tensors = _renamed(tensors, strip_prefix)
-    tensors = _join_halves(tensors)
+    tensors = join_mixers(_join_halves(tensors))
     tensors = _unstacked(tensors, _STACKED_LAYER, "{}.{}.{}")
     tensors = _unstacked(tensors, _STACKED_EXPERT, "{}.{}.{}")
     for pattern, replacement in _RENAMED:

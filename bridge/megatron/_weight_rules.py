@@ -7,13 +7,15 @@ not a split along a complete dim, so its rules use the factored shape of `Regrou
 
 Source: Megatron-LM megatron/core/transformer/attention.py
 ::SelfAttention.get_query_key_value_tensors, megatron/core/transformer/mlp.py::MLP,
-megatron/core/transformer/multi_latent_attention.py::MLASelfAttention
+megatron/core/transformer/multi_latent_attention.py::MLASelfAttention,
+megatron/core/ssm/mamba_mixer.py::MambaMixer
 """
 
 from collections.abc import Mapping
 
 from bridge.families._blocks import linear
 from bridge.families._family import KeyMapping, Layers, sizes_of
+from bridge.families._mamba import mamba
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._mapping import Mapping as WeightMapping
@@ -72,7 +74,8 @@ def grouped_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
         shapes |= {"bias": rows}
     return {
         f"decoder.layers.{layer}.{_QKV}.{name}": shape
-        for layer in range(config.num_hidden_layers)
+        for layer, kind in enumerate(config.layer_kinds)
+        if kind.mixer == "attention"
         for name, shape in shapes.items()
     }
 
@@ -85,7 +88,7 @@ def _sizes(config: DecoderConfig) -> RuleSizes:
 def _outer(config: DecoderConfig) -> Rules:
     table = "{0} embed -> {0} embed"
     rules = (Rule(EMBEDDING, "embed_tokens.embedding", table.format("vocab")),)
-    if config.rope is None:
+    if config.learned_positions:
         rules += (
             Rule(
                 "embedding.position_embeddings.weight",
@@ -100,13 +103,31 @@ def _outer(config: DecoderConfig) -> Rules:
 
 
 def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
-    latent, sparse = config.mla is not None, kind.channels == "sparse"
+    """Both sub-blocks of a GPT's layer, or the one that a hybrid model's layer has."""
+    return _mixer(config, kind) + _channels(config, kind)
+
+
+def _mixer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    if kind.mixer is None:
+        return ()
+    if kind.mixer == "mamba":
+        before = "mixer.in_proj.layer_norm_"
+        return _norm(config, before, "input_layernorm") + mamba(config, "mixer.")
+    latent = config.mla is not None
     before = "input_layernorm." if latent else f"{_QKV}.layer_norm_"
-    within = "pre_mlp_layernorm." if sparse else "mlp.linear_fc1.layer_norm_"
     return (
         *_norm(config, before, "input_layernorm"),
         *(_latent_attention if latent else _attention)(config),
         *_out(config),
+    )
+
+
+def _channels(config: DecoderConfig, kind: LayerKind) -> Rules:
+    if kind.channels is None:
+        return ()
+    sparse = kind.channels == "sparse"
+    within = "pre_mlp_layernorm." if sparse else "mlp.linear_fc1.layer_norm_"
+    return (
         *_norm(config, within, "pre_feedforward_layernorm"),
         *(_sparse if sparse else _dense)(config),
     )
@@ -221,9 +242,14 @@ def _mlp(
 def _sparse(config: DecoderConfig) -> Rules:
     moe = config.moe
     assert moe is not None
-    rules = _router(config) + _experts(biased=moe.expert_bias)
+    gated = config.gated_mlp
+    experts = _experts(biased=moe.expert_bias) if gated else _ungated_experts()
+    rules = _router(config) + experts
     if moe.shared_intermediate_size is not None:
-        rules += _mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_mlp")
+        shared = "mlp.shared_experts.", "mlp.shared_expert.", "shared_mlp"
+        rules += _mlp(*shared, gated=gated)
+    if moe.latent_size is not None:
+        rules += _latent_experts()
     if moe.shared_gate:
         gate = "mlp.shared_experts.gate_weight"
         rules += (Rule(gate, "mlp.shared_gate.kernel", "one embed -> embed one"),)
@@ -242,6 +268,38 @@ def _router(config: DecoderConfig) -> Rules:
     if config.moe.correction_bias:
         rules += (Rule("mlp.router.expert_bias", "mlp.router.correction_bias", each),)
     return rules
+
+
+def _latent_experts() -> Rules:
+    """Projections to the vectors that experts see, and back."""
+    return (
+        *linear(
+            "mlp.fc1_latent_proj",
+            "mlp.latent_in",
+            "expert_embed embed -> embed expert_embed",
+        ),
+        *linear(
+            "mlp.fc2_latent_proj",
+            "mlp.latent_out",
+            "embed expert_embed -> expert_embed embed",
+        ),
+    )
+
+
+def _ungated_experts() -> Rules:
+    at, to = "mlp.experts.{expert}.", "mlp.experts."
+    return (
+        Rule(
+            f"{at}linear_fc1.weight",
+            f"{to}up_proj",
+            "expert_mlp expert_embed -> expert_embed expert_mlp",
+        ),
+        Rule(
+            f"{at}linear_fc2.weight",
+            f"{to}down_proj",
+            "expert_embed expert_mlp -> expert_mlp expert_embed",
+        ),
+    )
 
 
 def _experts(*, biased: bool) -> Rules:

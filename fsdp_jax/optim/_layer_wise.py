@@ -15,6 +15,7 @@ import optax
 from jaxtyping import Array, Float
 
 from fsdp_jax._tree import PyTree, leaf_name, matches, unmatched
+from fsdp_jax.optim._fused_matrix import FusedMatrix, by_part
 from fsdp_jax.optim._matrix_stack import (
     MatrixStack,
     Member,
@@ -22,11 +23,17 @@ from fsdp_jax.optim._matrix_stack import (
     stack_matrices,
     unstack_matrices,
 )
+from fsdp_jax.optim._matrix_work import LayerWiseWork, balanced, work_of
+from fsdp_jax.optim._owned_update import update_owned
 from fsdp_jax.sharding._padded import pad_to
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 Matrices = dict[str, Float[Array, "matrices rows cols"]]
 """Name of a stack -> all matrices of one shape; devices split the first dim."""
+
+
+Selection = Sequence[str] | Mapping[str, int | FusedMatrix]
+"""Path patterns of matrices, or what each of them is by pattern; see `layer_wise`."""
 
 
 class LayerWiseState(NamedTuple):
@@ -45,7 +52,9 @@ def layer_wise(
     plan: Plan,
     matrix_tx: optax.GradientTransformation,
     rest_tx: optax.GradientTransformation,
-    matrices: Sequence[str] | Mapping[str, int],
+    matrices: Selection,
+    *,
+    per_matrix: bool = False,
 ) -> optax.GradientTransformation:
     """Updates some parameters matrix by matrix, each matrix unsharded on one device.
 
@@ -67,7 +76,13 @@ def layer_wise(
         experts with one matrix each. For kernels of more dims a mapping from pattern to
         the number of leading dims that are a matrix's rows, the others being its
         columns: `{"*.q_proj.kernel": 1}` for `[embed, heads, head_dim]`,
-        `{"*.o_proj.kernel": 2}` for `[heads, head_dim, embed]`.
+        `{"*.o_proj.kernel": 2}` for `[heads, head_dim, embed]`. A `FusedMatrix` in
+        place of the number is a kernel of several matrices, such as a fused qkv, which
+        `matrix_tx` updates each for itself.
+      per_matrix: Whether `matrix_tx` updates each matrix independently of all others,
+        as Muon does and a clip by the global norm does not. Devices then pass over the
+        zero matrices, and where they do not divide a stack those own one matrix more
+        that have the least work of the others (see `layer_wise_work`).
 
     Returns:
       A transformation for `init` and `make_train_step` of this plan.
@@ -77,17 +92,15 @@ def layer_wise(
         matrix.
 
     Source: Megatron-LM `layer_wise_optimizer.py` (there whole parameters are assigned
-      to ranks by compute; here matrices of one shape are distributed evenly) and
+      to ranks by compute; here matrices of one shape are distributed evenly, and with
+      `per_matrix` those left over by compute) and
       `muon.py::TensorParallelMuon` with `split_qkv` and its mode `duplicated`: what it
       computes on each rank of tp, one device computes here.
     """
     chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
-    _check(plan, chosen, matrices)
+    layouts = _stack_layouts(plan, chosen, matrices, per_matrix=per_matrix)
     shapes = {param.name: param.shape for param in chosen}
-    layouts = _layouts(
-        [_member(plan, param, _num_row_dims(param, matrices)) for param in chosen],
-        plan,
-    )
+    matrix_tx = by_part(matrix_tx, _fused_stacks(layouts, matrices))
 
     def split(tree: PyTree) -> tuple[Matrices, PyTree]:
         """Returns the stacks of matrices, and the tree without them."""
@@ -113,7 +126,10 @@ def layer_wise(
         stacks, rest = split(updates)
         old, old_rest = (None, None) if params is None else split(params)
         plain = _unmarked(state.matrices)
-        stacks, matrix_state = matrix_tx.update(stacks, plain, old)
+        if per_matrix:
+            stacks, matrix_state = update_owned(layouts, matrix_tx, stacks, plain, old)
+        else:
+            stacks, matrix_state = matrix_tx.update(stacks, plain, old)
         rest, rest_state = rest_tx.update(rest, state.rest, old_rest)
         new_state = LayerWiseState(_marked(layouts, matrix_state), rest_state)
         return join(stacks, rest), new_state
@@ -121,14 +137,71 @@ def layer_wise(
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _layouts(chosen: Sequence[Member], plan: Plan) -> dict[str, StackLayout]:
-    """Returns name of a stack -> its layout, one for each matrix shape and split."""
+def layer_wise_work(
+    plan: Plan, matrices: Selection, *, per_matrix: bool = True
+) -> LayerWiseWork:
+    """Returns the work of each device in a step of `layer_wise`.
+
+    All devices wait for the one with most, so its work tells what a larger mesh gains.
+
+    Args:
+      plan: Plan from `fully_shard`.
+      matrices: As for `layer_wise`.
+      per_matrix: As for `layer_wise`.
+
+    Returns:
+      Loads of the devices; printed, the largest beside a bound that none is below.
+
+    Raises:
+      ValueError: As `layer_wise` does.
+
+    Example:
+      >>> import jax
+      >>> import fsdp_jax as fsdp
+      >>> shapes = lambda key: {"a": jax.numpy.ones((3, 8, 16))}
+      >>> plan = fsdp.fully_shard(
+      ...     shapes, fsdp.make_mesh(devices=jax.devices()[:2]), [fsdp.Stacked("a")]
+      ... )
+      >>> fsdp.optim.layer_wise_work(plan, ["a"]).loads
+      (2048, 1024)
+    """
+    chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
+    return work_of(_stack_layouts(plan, chosen, matrices, per_matrix=per_matrix))
+
+
+def _stack_layouts(
+    plan: Plan,
+    chosen: Sequence[ParamPlan],
+    matrices: Selection,
+    *,
+    per_matrix: bool,
+) -> dict[str, StackLayout]:
+    _check(plan, chosen, matrices)
+    members = [_member(plan, param, _num_row_dims(param, matrices)) for param in chosen]
+    layouts = _layouts(members, plan, matrices)
+    return balanced(layouts) if per_matrix else layouts
+
+
+def _fused_stacks(
+    layouts: Mapping[str, StackLayout], matrices: Selection
+) -> dict[str, FusedMatrix]:
+    found = {
+        name: _fused(layout.members[0].name, matrices)
+        for name, layout in layouts.items()
+    }
+    return {name: fused for name, fused in found.items() if fused is not None}
+
+
+def _layouts(
+    chosen: Sequence[Member], plan: Plan, matrices: Selection
+) -> dict[str, StackLayout]:
+    """Returns name of a stack -> its layout: one per matrix shape, parts and split."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in chosen:
         lead = sum(member.split[:-2], ())
-        groups.setdefault((member.shape[-2:], lead, member.split[-2:]), []).append(
-            member
-        )
+        fused = _fused(member.name, matrices)
+        key = (member.shape[-2:], lead, member.split[-2:], fused)
+        groups.setdefault(key, []).append(member)
     titles = collections.Counter(_title(*key) for key in groups)
     return {
         _title(*key, with_axes=titles[_title(*key)] > 1): StackLayout(
@@ -160,6 +233,7 @@ def _title(
     shape: tuple[int, ...],
     lead: tuple[str, ...],
     split: Any,
+    fused: FusedMatrix | None,
     *,
     with_axes: bool = False,
 ) -> str:
@@ -168,6 +242,8 @@ def _title(
     With the axes of each split the names of all stacks differ.
     """
     title = " x ".join(map(str, shape))
+    if fused is not None:
+        title += f" of {fused.num_groups} x {'+'.join(map(str, fused.sizes))}"
     if lead:
         title += f" of {'_'.join(lead)}"
     for dim, axes in enumerate(split):
@@ -219,14 +295,29 @@ def _names(plan: Plan) -> list[str]:
     return [param.name for param in plan.param_plans]
 
 
-def _num_row_dims(param: ParamPlan, matrices: Sequence[str] | Mapping[str, int]) -> int:
+def _num_row_dims(param: ParamPlan, matrices: Selection) -> int:
     """Returns the number of dims that are rows, by the first pattern that matches."""
     if not isinstance(matrices, Mapping):
         return 1
-    return next(n for pattern, n in matrices.items() if matches(pattern, param.name))
+    fused = _fused(param.name, matrices)
+    if fused is not None:
+        return fused.num_row_dims
+    return next(
+        n
+        for pattern, n in matrices.items()
+        if matches(pattern, param.name) and isinstance(n, int)
+    )
 
 
-def _is_chosen(param: ParamPlan, patterns: Sequence[str] | Mapping[str, int]) -> bool:
+def _fused(name: str, matrices: Selection) -> FusedMatrix | None:
+    """Returns the parts of a parameter, by the first pattern that matches."""
+    if not isinstance(matrices, Mapping):
+        return None
+    found = next(of for pattern, of in matrices.items() if matches(pattern, name))
+    return found if isinstance(found, FusedMatrix) else None
+
+
+def _is_chosen(param: ParamPlan, patterns: Selection) -> bool:
     return param.is_optimized and any(
         matches(pattern, param.name) for pattern in patterns
     )
@@ -235,13 +326,21 @@ def _is_chosen(param: ParamPlan, patterns: Sequence[str] | Mapping[str, int]) ->
 def _check(
     plan: Plan,
     chosen: Sequence[ParamPlan],
-    patterns: Sequence[str] | Mapping[str, int],
+    patterns: Selection,
 ) -> None:
     optimized = [param.name for param in plan.param_plans if param.is_optimized]
     wrong = [
         f"'{param.name}' {param.shape} is not a matrix"
         for param in chosen
         if not _is_matrix(plan, param, patterns)
+    ]
+    wrong += [
+        f"'{param.name}' {param.shape} has other columns than {fused.num_cols} of "
+        f"{fused}"
+        for param in chosen
+        if _is_matrix(plan, param, patterns)
+        and (fused := _fused(param.name, patterns)) is not None
+        and _member(plan, param, fused.num_row_dims).shape[-1] != fused.num_cols
     ]
     wrong += [
         f"{pattern!r} matches nothing that is trained"
@@ -257,9 +356,7 @@ def _check(
         )
 
 
-def _is_matrix(
-    plan: Plan, param: ParamPlan, patterns: Sequence[str] | Mapping[str, int]
-) -> bool:
+def _is_matrix(plan: Plan, param: ParamPlan, patterns: Selection) -> bool:
     num_dims = param.ndim_in_unit - _counts_experts(plan, param)
     if not isinstance(patterns, Mapping):
         return num_dims == 2

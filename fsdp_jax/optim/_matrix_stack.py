@@ -73,13 +73,20 @@ class StackLayout:
 
     Each device updates two unsharded matrices, and the reverse returns the rows.
 
+    With `fuller` the zeros lie otherwise: owners that are in it have one matrix more
+    than the others, so that with fuller (1,) the device after the first has two of a0
+    to b1, and a zero ends what each of the others has.
+
     Attributes:
       mesh: Device mesh.
       members: Parameters of the stack, all with the same last two dims and split.
+      fuller: Owners with one matrix more than the others, in increasing order; None
+        puts all zeros behind the last matrix.
     """
 
     mesh: Mesh
     members: tuple[Member, ...]
+    fuller: tuple[int, ...] | None = None
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -108,11 +115,34 @@ class StackLayout:
         return _spec([(*self.lead, *self.owners)])
 
     @property
+    def count(self) -> int:
+        """Number of matrices that the owners share, zero matrices excluded."""
+        total = sum(math.prod(m.padded_shape[:-2]) for m in self.members)
+        return total // self._num_devices(self.lead)
+
+    @property
+    def num_owners(self) -> int:
+        """Number of devices over which unsharded matrices are distributed."""
+        return self._num_devices(self.owners)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of matrices of each owner, zero matrices included."""
+        return -(-self.count // self.num_owners)
+
+    @property
+    def num_owned(self) -> tuple[int, ...]:
+        """Number of matrices of each owner, zero matrices excluded."""
+        owners = range(self.num_owners)
+        if self.fuller is None:
+            slots = self.num_slots
+            return tuple(min(max(self.count - i * slots, 0), slots) for i in owners)
+        return tuple(self.count // self.num_owners + (i in self.fuller) for i in owners)
+
+    @property
     def num_matrices(self) -> int:
         """Number of matrices in the stack, zero matrices included."""
-        lead, owners = self._num_devices(self.lead), self._num_devices(self.owners)
-        count = sum(math.prod(m.padded_shape[:-2]) for m in self.members) // lead
-        return lead * -(-count // owners) * owners
+        return self._num_devices(self.lead) * self.num_slots * self.num_owners
 
     def _num_devices(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -217,7 +247,7 @@ def stack_matrices(layout: StackLayout, pieces: Sequence[Array]) -> Array:
         # [matrices of this device's shards, rows / r, cols / c]
         local_tail = pieces[0].shape[pieces[0].ndim - len(tail) :]
         flat = jnp.concatenate([p.reshape(-1, *local_tail) for p in pieces])
-        flat = _pad(flat, 0, -len(flat) % layout._num_devices(layout.owners))
+        flat = _with_zeros(layout, flat)
         # State of another shape than the matrix has none of `split_dims`: all owners
         # hold the same.
         if not is_matrix:
@@ -246,8 +276,9 @@ def unstack_matrices(layout: StackLayout, stack: Array) -> list[Array]:
                 stack = lax.all_gather(stack, layout.owners, tiled=True)
         else:
             stack = _scattered(layout, stack)
-        ends = np.cumsum(counts)
-        parts = jnp.split(stack[: ends[-1]], ends[:-1].tolist())
+        parts = jnp.split(
+            _without_zeros(layout, stack), np.cumsum(counts)[:-1].tolist()
+        )
         return [
             part.reshape(*_local_shape(layout, member)[:count], *part.shape[1:])
             for part, member, count in zip(parts, members, lead_dims, strict=True)
@@ -258,6 +289,28 @@ def unstack_matrices(layout: StackLayout, stack: Array) -> list[Array]:
 
 _stack_matrices = jax.jit(stack_matrices, static_argnums=0)
 _unstack_matrices = jax.jit(unstack_matrices, static_argnums=0)
+
+
+def _with_zeros(layout: StackLayout, flat: Array) -> Array:
+    """Adds zero matrices, so that all owners have equally many slots."""
+    if layout.fuller is None or not layout.fuller:
+        return _pad(flat, 0, -len(flat) % layout.num_owners)
+    return _pad(flat, 0, 1)[_sources(layout)]
+
+
+def _without_zeros(layout: StackLayout, stack: Array) -> Array:
+    """Returns the matrices in their order: the inverse of `_with_zeros`."""
+    if layout.fuller is None or not layout.fuller:
+        return stack[: layout.count]
+    sources = _sources(layout)
+    return stack[np.argsort(sources, kind="stable")[: layout.count]]
+
+
+def _sources(layout: StackLayout) -> np.ndarray:
+    """Returns for each slot the number of its matrix; `count` for a zero matrix."""
+    owned, slots = np.asarray(layout.num_owned), np.arange(layout.num_slots)
+    numbers = (np.cumsum(owned) - owned)[:, None] + slots
+    return np.where(slots < owned[:, None], numbers, layout.count).reshape(-1)
 
 
 def _scattered(layout: StackLayout, stack: Array) -> Array:
@@ -275,7 +328,7 @@ def _own(flat: Array, layout: StackLayout) -> Array:
     """Returns this owner's part of an array that all owners hold."""
     if not layout.owners:
         return flat
-    size = len(flat) // layout._num_devices(layout.owners)
+    size = len(flat) // layout.num_owners
     start = lax.axis_index(layout.owners) * size
     return lax.dynamic_slice_in_dim(flat, start, size)
 

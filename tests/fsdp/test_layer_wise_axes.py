@@ -55,8 +55,9 @@ def whole_matrix():
     return optax.GradientTransformation(momentum.init, update)
 
 
-def layer_wise(plan):
-    return fsdp.optim.layer_wise(plan, whole_matrix(), optax.adam(1e-2), MATRICES)
+def layer_wise(plan, **options):
+    parts = whole_matrix(), optax.adam(1e-2)
+    return fsdp.optim.layer_wise(plan, *parts, MATRICES, **options)
 
 
 def plain(plan):
@@ -118,14 +119,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, per_matrix",
+    [*((case, False) for case in CASES), ("pp, ep, tp", True), ("ep, tp, data", True)],
+)
 def test_updates_are_those_of_one_device_and_go_on_elsewhere(
-    case, one_device, tmp_path
+    case, per_matrix, one_device, tmp_path
 ):
     num_devices, config, mesh = CASES[case]
     plan = plan_of(num_devices, config, **mesh)
-    step = step_of(plan, layer_wise(plan))
-    _, state = step(started(plan, layer_wise(plan)), 1.0)
+    tx = layer_wise(plan, per_matrix=per_matrix)
+    step = step_of(plan, tx)
+    _, state = step(started(plan, tx), 1.0)
     fsdp.save(tmp_path, state)
     check(step(state, 2.0)[0], one_device)
     other = plan_of(2)

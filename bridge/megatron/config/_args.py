@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from bridge.megatron._key_mapping import hybrid_pattern
 from bridge.megatron.config._mlp import GELU, QUICK_GELU, SILU, TANH_GELU
 from bridge.megatron.config._transformer_config import (
     from_transformer_config,
@@ -68,6 +69,12 @@ def from_args(
       ValueError: If settings are missing or have unsupported values. All settings that
         one check rejects are listed.
     """
+    if pattern := hybrid_pattern(args):
+        raise ValueError(
+            f"hybrid_layer_pattern = {pattern!r}: the settings of hybrid runs are not "
+            "read as a config. Give config=, such as bridge.from_hf_config of the "
+            "Nemotron-H model of these layers."
+        )
     _check_given(args, vocab_size, original_max_position_embeddings)
     names = {**_OLD, **_FIELD_OF}
     fields = {names.get(name, name): value for name, value in args.items()}

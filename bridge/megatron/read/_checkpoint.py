@@ -42,6 +42,8 @@ _COMMON_KEYS = (
     "num_floating_point_operations_so_far",
     "content_metadata",
 )
+# torch stores each value of a nested dict as an item of its own.
+_COMMON_VALUE = re.compile(r"^(opt_param_scheduler|content_metadata)\.(\w+)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,7 @@ def _from_dcp(directory: Path, format_: str) -> MegatronCheckpoint:
     # Positions of the buckets, which their chunks tell too.
     sizes = {key for key in dcp.items if _BUCKET_SIZES.search(key)}
     used = {COMMON_ITEM, *_COMMON_KEYS, *model_keys, *states, *settings, *metas, *sizes}
+    used |= {key for key in dcp.items if _COMMON_VALUE.match(key)}
     others = [key for key in (*dcp.tensors, *dcp.items) if key not in used]
     source = TensorSource(str(directory), MappingProxyType(model))
     left_out = (*notes, *describe_left_out(others))
@@ -160,11 +163,20 @@ def _common(dcp: DcpDirectory) -> dict[str, Any]:
     elif COMMON_ITEM in dcp.items:
         common = dcp.items[COMMON_ITEM]()
     else:
-        common = {key: dcp.items[key]() for key in _COMMON_KEYS if key in dcp.items}
+        common = _common_items(dcp)
     if not isinstance(common, dict):
         raise ValueError(
             f"The common state of '{dcp.path}' is not a dict, but {common!r}"
         )
+    return common
+
+
+def _common_items(dcp: DcpDirectory) -> dict[str, Any]:
+    """Returns the common state of which each value is an item."""
+    common = {key: dcp.items[key]() for key in _COMMON_KEYS if key in dcp.items}
+    for key, read in dcp.items.items():
+        if match := _COMMON_VALUE.match(key):
+            common.setdefault(match[1], {})[match[2]] = read()
     return common
 
 

@@ -1,5 +1,6 @@
 """Saving: writes a model's tensors as a checkpoint that Megatron loads."""
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from bridge._new_directory import check_free
 from bridge.formats._source import Source
 from bridge.formats._torch_writer import TorchWriter
 from bridge.formats._torch_zip import TensorSource
+from bridge.megatron._key_mapping import hybrid_pattern
 from bridge.megatron._pipeline import Pipeline
 from bridge.megatron._ranks import ParallelSizes
 from bridge.megatron._vocab import Keyed
@@ -21,6 +23,7 @@ from bridge.megatron.write._directory import new_checkpoint
 from bridge.megatron.write._flat_buffers import check_buffers
 from bridge.megatron.write._fsdp_dtensor import write_fsdp_dtensor
 from bridge.megatron.write._legacy import check_split, write_legacy
+from bridge.megatron.write._mixer_parts import split_mixers
 from bridge.megatron.write._optimizer_state import (
     FORMATS,
     OptimizerFormat,
@@ -96,6 +99,12 @@ def write_megatron(
     sizes = ParallelSizes(tp, pp, ep)
     chosen = _optimizer_format(format, optimizer, optimizer_format, args)
     _check_sizes(format, chosen, (*sizes, vpp))
+    if _is_ranked(format, chosen) and (pattern := hybrid_pattern(args)):
+        raise ValueError(
+            f"hybrid_layer_pattern={pattern!r}: {chosen or format} files are of ranks, "
+            "and layers of a hybrid model are not distributed to ranks here. Write "
+            "torch_dist (fully_reshardable or plain) or fsdp_dtensor."
+        )
     multiple = (args.get("make_vocab_size_divisible_by") or 128) * tp
     args = with_facts(source, args, sizes, vpp, multiple)
     pipeline = Pipeline(sizes, vpp, args["num_layers"], args["num_experts"] or 0)
@@ -113,7 +122,10 @@ def write_megatron(
     common = common_state(args, iteration, scheduler, chosen)
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     tick = _counter(_nbytes(source) + (state.nbytes() if state else 0), progress)
-    slots = slots_of(source, args) if format == "torch_dist" else {}
+    slots = {}
+    if format == "torch_dist":
+        source, state = _by_part(source, state)
+        slots = slots_of(source, args)
     with new_checkpoint(Path(path), name) as directory:
         if format == "legacy":
             write_legacy(directory, source, common, target, tick=tick, state=state)
@@ -172,6 +184,16 @@ def _with_masters(source: Source, optimizer: MegatronOptimizer) -> Source:
         for key in source.keys()
     }
     return TensorSource(source.name, MappingProxyType(tensors))
+
+
+def _by_part(
+    source: Source, state: OptimizerState | None
+) -> tuple[Source, OptimizerState | None]:
+    """Returns weights and state with an entry for each part of a mixer."""
+    if state is not None:
+        kinds = {kind: split_mixers(of) for kind, of in state.kinds.items()}
+        state = dataclasses.replace(state, kinds=kinds)
+    return split_mixers(source), state
 
 
 def _write_common(

@@ -4,8 +4,12 @@ Layers and experts keep their numbers, gate and up are separate, and the model's
 are those that the optimizer updates. torch reshards each tensor as it loads it, so one
 chunk per tensor serves every number of ranks.
 
+Dicts beside the tensors have an entry for each value: torch asks for these alone, and
+Megatron keeps the value that it has where an entry is absent.
+
 Source: Megatron-LM megatron/core/transformer/fsdp_dtensor_checkpoint.py
 ::handle_swiglu_in_state_dict, ::handle_experts_in_state_dict;
+pytorch torch/distributed/checkpoint/_traverse.py::traverse_state_dict;
 megatron/core/optimizer/distrib_optimizer.py
 ::DistributedOptimizer.sharded_param_state_fsdp_dtensor
 """
@@ -23,7 +27,7 @@ from bridge.megatron._param_class import class_of_param
 from bridge.megatron._tensor_parallel import is_gated
 from bridge.megatron._vocab import pad_vocab
 from bridge.megatron.buffers._param_order import is_parameter
-from bridge.megatron.write._dcp import DcpWriter
+from bridge.megatron.write._dcp import DcpWriter, StatePath
 from bridge.megatron.write._optimizer_state import OptimizerState
 from bridge.megatron.write._optimizer_tree import step_tensor
 from bridge.megatron.write._target import Target
@@ -76,8 +80,8 @@ def write_fsdp_dtensor(
             tick(array.nbytes)
         if state is not None:
             _write_state(writer, source, state, target, tick)
-        for key, value in common.items():
-            writer.add_entry((key,), value)
+        for path, value in _entries(common):
+            writer.add_entry(path, value)
         writer.finish()
 
 
@@ -108,6 +112,17 @@ def _write_state(
         for field, value in {**_SETTINGS, **of.settings, "step": state.step}.items():
             path = ("optimizer", "param_to_group_meta", _PARAM + module, field)
             writer.add_entry(path, value)
+
+
+def _entries(
+    tree: Mapping[str, Any], path: StatePath = ()
+) -> Iterator[tuple[StatePath, Any]]:
+    """Yields the values of nested dicts with their keys; empty dicts yield none."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def _parts(

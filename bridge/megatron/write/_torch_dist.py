@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.formats._source import Source
-from bridge.megatron._key_mapping import in_torch_dist
+from bridge.megatron._key_mapping import hybrid_pattern, in_torch_dist
 from bridge.megatron._vocab import pad_vocab
 from bridge.megatron.read._find import FORMAT_NAME
 from bridge.megatron.write._dcp import DcpWriter
@@ -129,7 +129,7 @@ def _are_layers_alike(source: Source, args: Mapping[str, Any]) -> bool:
         for name in ("moe_layer_freq", "linear_attention_freq")
         if args.get(name) not in (None, 1)
     }
-    if mixing or args.get("hetereogenous_dist_checkpoint"):
+    if hybrid_pattern(args) or mixing or args.get("hetereogenous_dist_checkpoint"):
         return False
     layers: dict[str, set[str]] = {}
     for name in source.keys():
