@@ -68,21 +68,38 @@ class _Rounded(NamedTuple):
     scale: Float[Array, ""]
 
 
+class _Saved(NamedTuple):
+    """What backward reads of a product.
+
+    Attributes:
+      x: Activations in float8.
+      kernel: Weights as they were given: backward of a layer has them anyway, and a
+        copy in float8 would be saved for each layer, unsharded.
+      kernel_scale: Factor of the weights in float8.
+    """
+
+    x: _Rounded
+    kernel: Float[Array, "depth columns"]
+    kernel_scale: Float[Array, ""]
+
+
 @jax.custom_vjp
 def _matmul(x: Float[Array, "rows depth"], kernel: Float[Array, "depth columns"]):
     return _forward(x, kernel)[0]
 
 
-def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[_Rounded, _Rounded]]:
-    left, right = _round(x, FORWARD), _round(kernel, FORWARD)
-    return _dot((left, FORWARD, 1), (right, FORWARD, 0), x.dtype), (left, right)
+def _forward(x: Array, kernel: Array) -> tuple[Array, _Saved]:
+    left, scale = _round(x, FORWARD), _scale_of(kernel, FORWARD)
+    right = _round_by(kernel, scale, FORWARD)
+    product = _dot((left, FORWARD, 1), (right, FORWARD, 0), x.dtype)
+    return product, _Saved(left, kernel, scale)
 
 
-def _backward(saved: tuple[_Rounded, _Rounded], grad: Array) -> tuple[Array, Array]:
-    left, right = saved
+def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array]:
+    right = _round_by(saved.kernel, saved.kernel_scale, FORWARD)
     rows = _round(grad, BACKWARD)
     of_x = _dot((rows, BACKWARD, 1), (right, FORWARD, 1), grad.dtype)
-    of_kernel = _dot((left, FORWARD, 0), (rows, BACKWARD, 0), grad.dtype)
+    of_kernel = _dot((saved.x, FORWARD, 0), (rows, BACKWARD, 0), grad.dtype)
     return of_x, of_kernel
 
 
@@ -90,7 +107,12 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _round(x: Float[Array, "rows columns"], dtype: DTypeLike) -> _Rounded:
-    """Rounds to nearest, scaled by the least power of two at which nothing is clipped.
+    """Rounds to nearest, scaled by the largest magnitude."""
+    return _round_by(x, _scale_of(x, dtype), dtype)
+
+
+def _scale_of(x: Float[Array, "rows columns"], dtype: DTypeLike) -> Float[Array, ""]:
+    """Returns the least power of two at which nothing is clipped.
 
     Infinity and NaN make the scale, and with it all products, not a number.
     """
@@ -99,18 +121,29 @@ def _round(x: Float[Array, "rows columns"], dtype: DTypeLike) -> _Rounded:
     # frexp's fraction is below 1: a power of two is 0.5 times the next one.
     exponent = jnp.clip(exponent - (fraction == 0.5), -100, 100)
     scale = jnp.ldexp(jnp.float32(1), exponent)
-    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def _round_by(
+    x: Float[Array, "rows columns"], scale: Float[Array, ""], dtype: DTypeLike
+) -> _Rounded:
     rounded = (x.astype(jnp.float32) / scale).astype(dtype)
     return _Rounded(lax.bitcast_convert_type(rounded, jnp.uint8), scale)
 
 
 def _dot(left: Any, right: Any, dtype: DTypeLike) -> Float[Array, "rows columns"]:
-    """Contracts a dim of each: `(rounded, float8 dtype, contracted dim)`."""
+    """Contracts a dim of each: `(rounded, float8 dtype, contracted dim)`.
+
+    The product is written in `dtype` and scaled behind: a power of two rounds nothing,
+    and XLA for GPUs multiplies in float8 where nothing stands before the product. Sums
+    of 448 x 448 exceed float16, which is written in float32 first.
+    """
     (one, one_dtype, one_dim), (other, other_dtype, other_dim) = left, right
+    narrow = jnp.dtype(dtype) == jnp.float16
     product = lax.dot_general(
         lax.bitcast_convert_type(one.bits, one_dtype),
         lax.bitcast_convert_type(other.bits, other_dtype),
         (((one_dim,), (other_dim,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.float32 if narrow else dtype,
     )
-    return (product * (one.scale * other.scale)).astype(dtype)
+    return (product * (one.scale * other.scale).astype(product.dtype)).astype(dtype)

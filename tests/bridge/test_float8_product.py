@@ -59,6 +59,27 @@ def test_a_weight_from_a_float8_gather_is_not_rounded_again():
     np.testing.assert_array_equal(found.reshape(gathered.shape), gathered)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_16_bits_the_sums_of_float32_are_rounded_once(dtype):
+    narrow = [x.astype(dtype) for x in arrays()]
+    wide = results(float8_product, *(x.astype(jnp.float32) for x in narrow))
+    found = results(float8_product, *narrow)
+    for one, other in zip(found, wide, strict=True):
+        np.testing.assert_array_equal(one, other.astype(dtype))
+        assert worst(one, other) > 1e-5  # They are in 16 bits.
+
+
+def test_backward_keeps_activations_in_a_byte_and_no_copy_of_weights():
+    x, kernel, _ = arrays()
+
+    def backward_of(x, kernel):
+        return jax.vjp(lambda x, kernel: float8_product(x, kernel, 2), x, kernel)[1]
+
+    saved = jax.tree.leaves(jax.eval_shape(backward_of, x, kernel))
+    kept = sorted((leaf.dtype.name, leaf.size) for leaf in saved if leaf.size > 1)
+    assert kept == [("float32", kernel.size), ("uint8", x.size)]
+
+
 def test_what_is_not_finite_is_seen():
     x, kernel, _ = arrays()
     assert not jnp.isfinite(
