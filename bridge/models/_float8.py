@@ -51,8 +51,42 @@ def float8_product(
     """
     tokens = x.shape[: x.ndim - num_in]
     depth, out = math.prod(kernel.shape[:num_in]), kernel.shape[num_in:]
-    product = _matmul(x.reshape(-1, depth), kernel.reshape(depth, -1))
-    return product.reshape(*tokens, *out)
+    # Not reshaped before: what backward keeps is then the weight itself, and no copy.
+    return _matmul(x.reshape(-1, depth), kernel).reshape(*tokens, *out)
+
+
+def products_of_layers(
+    layers: int,
+    product: Product,
+    num_layers_at_start_in_bf16: int,
+    num_layers_at_end_in_bf16: int,
+) -> tuple[Product, ...]:
+    """Returns the product of each layer: plain in the first and last ones.
+
+    Args:
+      layers: Number of layers.
+      product: Product of the others.
+      num_layers_at_start_in_bf16: Number of first layers with `plain_product`.
+      num_layers_at_end_in_bf16: Number of last layers with it.
+
+    Raises:
+      ValueError: If there are not as many layers, or all have `plain_product` anyway.
+    """
+    start, end = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
+    given = f"num_layers_at_start_in_bf16={start}, num_layers_at_end_in_bf16={end}"
+    if start < 0 or end < 0 or start + end > layers:
+        raise ValueError(
+            f"{given}: each is at least 0, and together they are at most the {layers} "
+            "layers of this decoder."
+        )
+    if (start or end) and product is plain_product:
+        raise ValueError(
+            f"{given}: without a product of another precision all {layers} layers "
+            "multiply in the dtype of the weights. Set product=float8_product, or "
+            "leave both at 0."
+        )
+    middle = layers - start - end
+    return (plain_product,) * start + (product,) * middle + (plain_product,) * end
 
 
 class _Rounded(NamedTuple):
@@ -79,28 +113,29 @@ class _Saved(NamedTuple):
     """
 
     x: _Rounded
-    kernel: Float[Array, "depth columns"]
+    kernel: Float[Array, "..."]
     kernel_scale: Float[Array, ""]
 
 
 @jax.custom_vjp
-def _matmul(x: Float[Array, "rows depth"], kernel: Float[Array, "depth columns"]):
+def _matmul(x: Float[Array, "rows depth"], kernel: Float[Array, "..."]):
     return _forward(x, kernel)[0]
 
 
 def _forward(x: Array, kernel: Array) -> tuple[Array, _Saved]:
     left, scale = _round(x, FORWARD), _scale_of(kernel, FORWARD)
-    right = _round_by(kernel, scale, FORWARD)
+    right = _round_by(kernel.reshape(x.shape[1], -1), scale, FORWARD)
     product = _dot((left, FORWARD, 1), (right, FORWARD, 0), x.dtype)
     return product, _Saved(left, kernel, scale)
 
 
 def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array]:
-    right = _round_by(saved.kernel, saved.kernel_scale, FORWARD)
+    left, kernel, scale = saved
+    right = _round_by(kernel.reshape(left.bits.shape[1], -1), scale, FORWARD)
     rows = _round(grad, BACKWARD)
     of_x = _dot((rows, BACKWARD, 1), (right, FORWARD, 1), grad.dtype)
-    of_kernel = _dot((saved.x, FORWARD, 0), (rows, BACKWARD, 0), grad.dtype)
-    return of_x, of_kernel
+    of_kernel = _dot((left, FORWARD, 0), (rows, BACKWARD, 0), grad.dtype)
+    return of_x, of_kernel.reshape(kernel.shape)
 
 
 _matmul.defvjp(_forward, _backward)
