@@ -26,6 +26,7 @@ from fsdp_jax.step._static_runs import (
     StaticRun,
     check_static,
     join_runs,
+    num_units,
     part_of,
     static_runs,
     switched,
@@ -109,12 +110,14 @@ def scan(
         )
 
     run = functools.partial(_scan, prefetch=prefetch, unroll=unroll)
+    staged = [s for s in partition(stacked)[0] if s.param.is_staged]
     runs = None
     if static is not None:
-        check_static(static, stacked)
+        units = staged[0].param.shape[0] if staged else num_units(stacked)
+        check_static(static, units)
         if len(runs := static_runs(static)) == 1:
             unit, runs = functools.partial(unit, static=static[0]), None
-    if staged := [s for s in partition(stacked)[0] if s.param.is_staged]:
+    if staged:
         if static is not None and runs is not None:
             # Stages are one program: which of the variants a layer is, it reads.
             unit, choices = switched(unit, static)

@@ -40,9 +40,13 @@ def static_runs(static: Sequence[Hashable]) -> list[StaticRun]:
     return runs
 
 
-def check_static(static: Sequence[Hashable], stacked: PyTree) -> None:
+def num_units(stacked: PyTree) -> int:
+    """Returns the number of units of a stack."""
+    return jax.tree.leaves(stacked)[0].shape[0]
+
+
+def check_static(static: Sequence[Hashable], units: int) -> None:
     """Refuses values of another number than that of the units."""
-    (units, *_) = (leaf.shape[0] for leaf in jax.tree.leaves(stacked))
     if len(static) != units:
         raise ValueError(
             f"fsdp.scan(static=...) has {len(static)} values for a stack of {units} "
