@@ -25,9 +25,11 @@ from fsdp_jax.step._shard import Shard, partition, shards_of
 from fsdp_jax.step._static_runs import (
     StaticRun,
     check_static,
+    choices_of,
     join_runs,
     num_units,
     part_of,
+    runs_in_chunk,
     static_runs,
     switched,
 )
@@ -71,8 +73,9 @@ def scan(
       static: Value of each unit that is known when it is traced, such as a flag or a
         function: hashable, and given to the unit as `unit(..., static=value)`. Units
         with equal values in a row are one compiled loop; gathers go on from one loop
-        to the next. In pipeline stages, which are one program, a unit chooses as it
-        runs. None for units without that argument.
+        to the next. Pipeline stages are one program: where the units at one place of
+        their chunks differ, a unit chooses as it runs, and saves for backward what
+        any of its variants would. None for units without that argument.
 
     Returns:
       The last carry, and the `y`s stacked on a new leading dim. State that nnx modules
@@ -118,11 +121,8 @@ def scan(
         if len(runs := static_runs(static)) == 1:
             unit, runs = functools.partial(unit, static=static[0]), None
     if staged:
-        if static is not None and runs is not None:
-            # Stages are one program: which of the variants a layer is, it reads.
-            unit, choices = switched(unit, static)
-            xs = (choices, *xs)
-        return _scan_stages(run, staged[0].param, unit, stacked, carry, xs, consts)
+        param, several = staged[0].param, static if runs else None
+        return _scan_stages(run, param, unit, several, stacked, carry, xs, consts)
     return run(unit, stacked, carry, xs, consts, runs=runs)
 
 
@@ -130,8 +130,11 @@ def _scan_stages(
     run: Callable[..., tuple[PyTree, PyTree]],
     param: ParamPlan,
     unit: Callable[..., tuple[PyTree, PyTree]],
+    static: Sequence[Hashable] | None,
     stacked: PyTree,
-    *args: PyTree,
+    carry: PyTree,
+    xs: tuple[PyTree, ...],
+    consts: tuple[PyTree, ...],
 ) -> tuple[PyTree, PyTree]:
     """Traces the scan for a pipeline, whose stages run some of the layers at a time."""
     if jax.tree.leaves(written_state(stacked)):
@@ -142,14 +145,22 @@ def _scan_stages(
             "`xs`, or use pp=1."
         )
     shards, others, merge = partition(stacked)
+    if static is not None:
+        unit, xs = switched(unit), (choices_of(static), *xs)
 
     def run_chunk(shards, others, carry, xs, consts, is_real):
-        chunk = merge(shards, others)
-        if is_real is None:  # No stage has padding layers.
-            return run(unit, chunk, carry, xs, consts)
-        return run(unless_padding(unit), chunk, carry, (is_real, *xs), consts)
+        chunk, layer = merge(shards, others), unit
+        if is_real is not None:  # Else no stage has padding layers.
+            layer, xs = unless_padding(layer), (is_real, *xs)
+        runs = None
+        if static is not None:
+            runs = runs_in_chunk(static, num_units(shards))
+            if len(runs) == 1:
+                layer, runs = functools.partial(layer, static=runs[0].value), None
+        return run(layer, chunk, carry, xs, consts, runs=runs)
 
-    return scan_stages(run_chunk, shards, others, *args, num_layers=param.shape[0])
+    layers = param.shape[0]
+    return scan_stages(run_chunk, shards, others, carry, xs, consts, num_layers=layers)
 
 
 def _scan(

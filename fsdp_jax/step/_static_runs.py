@@ -71,20 +71,46 @@ def join_runs(made: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
 
 
-def switched(unit: Unit, static: Sequence[Hashable]) -> tuple[Unit, np.ndarray]:
-    """Makes a unit that chooses among the static values as it runs.
+def choices_of(static: Sequence[Hashable]) -> np.ndarray:
+    """Returns the index of each unit's value among the distinct ones."""
+    values = list(dict.fromkeys(static))
+    return np.asarray([values.index(value) for value in static], np.int32)
+
+
+def runs_in_chunk(static: Sequence[Hashable], size: int) -> list[StaticRun]:
+    """Returns the runs of a chunk of units, for all pipeline stages alike.
+
+    Stages are one program, so that a unit has a static value only if the units at its
+    place in all chunks have the same one.
+
+    Args:
+      static: Value of each unit of the stack; chunks are consecutive units.
+      size: Number of units of a chunk.
+
+    Returns:
+      Runs whose value is the tuple of values that a unit chooses from as it runs.
+    """
+    every = tuple(dict.fromkeys(static))
+    found = [tuple(dict.fromkeys(static[place::size])) for place in range(size)]
+    return static_runs([one if len(one) == 1 else every for one in found])
+
+
+def switched(unit: Unit) -> Unit:
+    """Makes a unit that chooses among static values as it runs.
 
     Args:
       unit: Function `unit(weights, carry, *args, static=value)`.
-      static: Value of each unit.
 
     Returns:
-      `unit(weights, carry, choice, *args)`, and the choice of each unit.
+      `unit(weights, carry, choice, *args, static=values)`, which runs `values[choice]`.
     """
-    values = list(dict.fromkeys(static))
-    branches = [functools.partial(unit, static=value) for value in values]
 
-    def choose(weights: PyTree, carry: PyTree, choice: Any, *args: PyTree) -> Any:
+    def choose(
+        weights: PyTree, carry: PyTree, choice: Any, *args: PyTree, static: Any
+    ) -> Any:
+        branches = [functools.partial(unit, static=value) for value in static]
+        if len(branches) == 1:
+            return branches[0](weights, carry, *args)
         return jax.lax.switch(choice, branches, weights, carry, *args)
 
-    return choose, np.asarray([values.index(value) for value in static], np.int32)
+    return choose

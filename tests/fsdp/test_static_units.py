@@ -15,6 +15,7 @@ from helpers.hlo import collectives
 
 import fsdp_jax as fsdp
 from fsdp_jax.step._split_unit import split_variants
+from fsdp_jax.step._static_runs import runs_in_chunk
 
 pytestmark = pytest.mark.versions
 
@@ -120,10 +121,28 @@ def test_another_value_computes_something_else():
     assert abs(found[0] / by_hand()[0] - 1) > 1e-4
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_pipeline_stages_choose_as_they_run(devices):
-    plan = plan_of({"pp": 2}, devices=devices)
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_pipeline_stages_choose_as_they_run(virtual):
+    """Five units on two stages, in chunks of three or two, the last of them padding."""
+    config = fsdp.PipelineConfig(virtual_stages=virtual)
+    plan = plan_of({"pp": 2}, pipeline=config)
     assert_near(computed(plan, loss_of(), num_microbatches=2), by_hand())
+
+
+def test_only_where_stages_differ_a_unit_chooses():
+    def runs(static, size):
+        return [(r.value, r.stop - r.start) for r in runs_in_chunk(static, size)]
+
+    # First and last ones of two chunks of four, and of one chunk of all.
+    assert runs("abbbbbba", 4) == [(("a", "b"), 1), (("b",), 2), (("a", "b"), 1)]
+    assert runs("abbbbbba", 8) == [(("a",), 1), (("b",), 6), (("a",), 1)]
+    # Seven units, one of padding: the last one stands at another place.
+    assert runs("abbbbba", 4) == [
+        (("a", "b"), 1),
+        (("b",), 1),
+        (("a", "b"), 1),
+        (("b",), 1),
+    ]
 
 
 def test_what_variants_make_of_the_same_weights_is_made_and_kept_once():
