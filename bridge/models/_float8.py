@@ -146,12 +146,22 @@ def _round(x: Float[Array, "rows columns"], dtype: DTypeLike) -> _Rounded:
     return _round_by(x, _scale_of(x, dtype), dtype)
 
 
-def _scale_of(x: Float[Array, "rows columns"], dtype: DTypeLike) -> Float[Array, ""]:
+def _scale_of(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, ""]:
+    """Returns the scale of a whole tensor."""
+    return scale_of(jnp.abs(x).max().astype(jnp.float32), dtype)
+
+
+def scale_of(
+    largest: Float[Array, "*blocks"], dtype: DTypeLike
+) -> Float[Array, "*blocks"]:
     """Returns the least power of two at which nothing is clipped.
 
     Infinity and NaN make the scale, and with it all products, not a number.
+
+    Args:
+      largest: Largest magnitude, float32.
+      dtype: Float8 dtype.
     """
-    largest = jnp.abs(x).max().astype(jnp.float32)
     fraction, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
     # frexp's fraction is below 1: a power of two is 0.5 times the next one.
     exponent = jnp.clip(exponent - (fraction == 0.5), -100, 100)

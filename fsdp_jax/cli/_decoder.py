@@ -25,6 +25,7 @@ from bridge.models import (
     correction_bias_paths,
     expert_parallel_rules,
     float8_product,
+    mxfp8_product,
     tensor_parallel_rules,
 )
 from fsdp_jax.cli._attention_table import attention_choices, settings_of
@@ -101,7 +102,7 @@ def plan_decoder(
             routing,
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
             decoder_options(cp, cp_form, attention)
-            | ({"product": float8_product} if products == "float8" else {})
+            | ({} if products == "param_dtype" else {"product": _PRODUCTS[products]})
             | {
                 "num_layers_at_start_in_bf16": num_layers_at_start_in_bf16,
                 "num_layers_at_end_in_bf16": num_layers_at_end_in_bf16,
@@ -122,6 +123,9 @@ def plan_decoder(
             context_parallel=sequences,
         ),
     )
+
+
+_PRODUCTS = {"float8": float8_product, "mxfp8": mxfp8_product}
 
 
 def _stack(config: DecoderConfig) -> str:

@@ -131,7 +131,7 @@ def test_float16_has_a_loss_scale_that_finds_its_size(train, losses):
         (["--param-dtype", "float16", "--loss-scale", "0"], "--loss-scale 0.0: a fin"),
         (
             ["--num-layers-at-start-in-bf16", "1"],
-            "--num-layers-at-start-in-bf16 1 is for --products float8",
+            "--num-layers-at-start-in-bf16 1 is for --products float8 or mxfp8",
         ),
         (
             ["--param-dtype", "bfloat16", "--products", "float8"]

@@ -17,6 +17,7 @@ from bridge.models import Decoder, DecoderConfig, DecoderLayer, float8_product
 from bridge.models._float8 import plain_product
 from bridge.models._layer_loop import plain_scan
 from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._precision import Products
 
 LAYERS = 4
 CONFIG = DecoderConfig(
@@ -27,11 +28,11 @@ CONFIG = DecoderConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-TOKENS = np.random.default_rng(0).integers(0, 32, (8, 17)).astype(np.int32)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (8, 17)), jnp.int32)
 
 
 @functools.cache
-def computed(start=0, end=0, products="float8", pp=1, tp=1):
+def computed(start=0, end=0, products: Products = "float8", pp=1, tp=1):
     """Loss and gradients, from the same weights on any mesh."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
     plan = plan_decoder(

@@ -179,7 +179,7 @@ def test_gathers_go_on_from_one_loop_to_the_next():
     step = fsdp.make_train_step(plan, loss, tx)
     batch = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     text = step.lower(fsdp.abstract_state(plan, tx), batch).compile().as_text()
-    found = [(c.op, c.depth) for c in collectives(text)]
+    found = [(c.op, c.depth) for c in collectives(text or "")]
     # Before the first loop one gather, and in each of three loops, forward and
     # backward, one; were they apart, each would begin with a gather that it waits for.
     assert [found.count(("all-gather", depth)) for depth in (0, 1)] == [1, 6]

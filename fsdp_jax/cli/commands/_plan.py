@@ -67,7 +67,7 @@ class Plan:
       param_gather: Format in which the matrices of layers are communicated.
       products: Format of the operands of projections of attention and MLPs.
       num_layers_at_start_in_bf16: Number of first layers that keep bfloat16 beside
-        --products float8.
+        other --products.
       num_layers_at_end_in_bf16: Number of last layers that keep it.
       optimizer_bits: Bits of an element of AdamW's moments.
       offload: State kept in host memory: the optimizer's, or the float32 weights too
