@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, UInt8
 
+from bridge.models._expert_split import is_split
 from bridge.models._float8 import FORWARD, scale_of
 
 BLOCK = 32
@@ -35,7 +36,8 @@ def mxfp8_product(
 
     Raises:
       ValueError: If the tokens, the inputs or the outputs are no multiple of 32: each
-        is contracted, forward or backward.
+        is contracted, forward or backward; or under tensor parallelism, over which XLA
+        does not split cuDNN's kernel.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -46,6 +48,12 @@ def mxfp8_product(
     Source: OCP Microscaling Formats (MX) 1.0; TransformerEngine `MXFP8BlockScaling`,
       for e4m3 in gradients.
     """
+    if is_split():
+        raise ValueError(
+            "mxfp8_product under tensor parallelism: jax cannot partition its product "
+            "of blocks over an automatic mesh axis (jax 0.10.2). Use float8_product, "
+            "or tp=1."
+        )
     tokens, out = x.shape[: x.ndim - num_in], kernel.shape[num_in:]
     sizes = [math.prod(dims) for dims in (tokens, kernel.shape[:num_in], out)]
     if any(size % BLOCK for size in sizes):

@@ -113,3 +113,8 @@ def test_layers_that_there_are_not_are_refused(given, shown):
 def test_layers_kept_without_a_product_to_keep_them_from_are_refused():
     with pytest.raises(ValueError, match=facts("num_layers_at_end_in_bf16=1", "4")):
         computed(0, 1, products="param_dtype")
+
+
+def test_products_in_blocks_are_refused_under_tensor_parallelism():
+    with pytest.raises(ValueError, match=facts("mxfp8_product", "tp=1")):
+        computed(products="mxfp8", tp=2)
