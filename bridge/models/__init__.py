@@ -50,6 +50,7 @@ from bridge.models._moe import expert_parallel_rules as expert_parallel_rules
 from bridge.models._moe import sorted_dispatch as sorted_dispatch
 from bridge.models._moe_config import MoEConfig as MoEConfig
 from bridge.models._multipliers_config import MultipliersConfig as MultipliersConfig
+from bridge.models._mxfp8 import mxfp8_product as mxfp8_product
 from bridge.models._per_layer_input_config import (
     PerLayerInputConfig as PerLayerInputConfig,
 )

@@ -13,7 +13,7 @@ from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm
-from bridge.models._float8 import Product, plain_product
+from bridge.models._float8 import Product, plain_product, products_of_layers
 from bridge.models._layer_inputs import position_tables
 from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_loop import (
@@ -78,6 +78,9 @@ class Decoder(nnx.Module):
         `unconstrained`.
       product: Product of the projections of attention and MLPs, such as
         `float8_product`; embedding, head, routers and experts keep their dtype.
+      num_layers_at_start_in_bf16: Number of first layers whose projections multiply in
+        the dtype of the weights whatever `product` is.
+      num_layers_at_end_in_bf16: Number of last layers likewise.
       positions: Function that returns positions if a call has none, with the signature
         of `positions_in_order`. For rows split over devices the right positions
         suffice, except with `longrope`: each part would choose its frequencies by
@@ -91,9 +94,11 @@ class Decoder(nnx.Module):
         `float8_product`. Generation with a cache runs all rows at once.
 
     Raises:
-      ValueError: If `batch_parts` is less than 1.
+      ValueError: If `batch_parts` is less than 1, or the layers in bf16 are fewer than
+        none, more than all, or set beside a product that multiplies in bf16 anyway.
 
-    Source: Domino (arXiv:2409.15241), for `batch_parts`.
+    Source: Domino (arXiv:2409.15241), for `batch_parts`; Megatron-LM
+      `transformer_config.py`, for the names of the layers in bf16.
     """
 
     def __init__(
@@ -107,6 +112,8 @@ class Decoder(nnx.Module):
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
         product: Product = plain_product,
+        num_layers_at_start_in_bf16: int = 0,
+        num_layers_at_end_in_bf16: int = 0,
         positions: Positions = positions_in_order,
         recurrence: Recurrence = plain_recurrence,
         batch_parts: int = 1,
@@ -119,6 +126,8 @@ class Decoder(nnx.Module):
             )
         if batch_parts < 1:
             raise ValueError(f"batch_parts={batch_parts}: at least 1.")
+        ends = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
+        self.products = products_of_layers(config.num_hidden_layers, product, *ends)
         self.config = config
         self.scan = scan
         self.constrain = constrain
@@ -156,7 +165,7 @@ class Decoder(nnx.Module):
                     dispatch=dispatch,
                     constrain=constrain,
                     recurrence=recurrence,
-                    product=product,
+                    product=self.products[0],
                     batch_parts=batch_parts,
                 )
 
@@ -388,6 +397,7 @@ class Decoder(nnx.Module):
             cache=cache,
             experts=experts,
             inputs_of_layers=start.inputs_of_layers,
+            products=self.products if len(set(self.products)) > 1 else None,
         )
         return (x if streams is None else streams.join(x)), ys
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -440,6 +441,19 @@ def _projections(layer: nnx.Module) -> Iterator[Linear]:
     for _, module in nnx.iter_modules(layer):
         if isinstance(module, SelfAttention | MLP):
             yield from (one for one in vars(module).values() if isinstance(one, Linear))
+
+
+def with_product(layer: DecoderLayer, product: Product) -> DecoderLayer:
+    """Returns the layer with another product of its projections.
+
+    Args:
+      layer: Layer, which stays as it is.
+      product: Product, as for `Decoder`.
+    """
+    copy = jax.tree.map(lambda leaf: leaf, layer)
+    for linear in _projections(copy):
+        linear.product = product
+    return copy
 
 
 def _make_attention(

@@ -51,8 +51,42 @@ def float8_product(
     """
     tokens = x.shape[: x.ndim - num_in]
     depth, out = math.prod(kernel.shape[:num_in]), kernel.shape[num_in:]
-    product = _matmul(x.reshape(-1, depth), kernel.reshape(depth, -1))
-    return product.reshape(*tokens, *out)
+    # Not reshaped before: what backward keeps is then the weight itself, and no copy.
+    return _matmul(x.reshape(-1, depth), kernel).reshape(*tokens, *out)
+
+
+def products_of_layers(
+    layers: int,
+    product: Product,
+    num_layers_at_start_in_bf16: int,
+    num_layers_at_end_in_bf16: int,
+) -> tuple[Product, ...]:
+    """Returns the product of each layer: plain in the first and last ones.
+
+    Args:
+      layers: Number of layers.
+      product: Product of the others.
+      num_layers_at_start_in_bf16: Number of first layers with `plain_product`.
+      num_layers_at_end_in_bf16: Number of last layers with it.
+
+    Raises:
+      ValueError: If there are not as many layers, or all have `plain_product` anyway.
+    """
+    start, end = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
+    given = f"num_layers_at_start_in_bf16={start}, num_layers_at_end_in_bf16={end}"
+    if start < 0 or end < 0 or start + end > layers:
+        raise ValueError(
+            f"{given}: each is at least 0, and together they are at most the {layers} "
+            "layers of this decoder."
+        )
+    if (start or end) and product is plain_product:
+        raise ValueError(
+            f"{given}: without a product of another precision all {layers} layers "
+            "multiply in the dtype of the weights. Set product=float8_product, or "
+            "leave both at 0."
+        )
+    middle = layers - start - end
+    return (plain_product,) * start + (product,) * middle + (plain_product,) * end
 
 
 class _Rounded(NamedTuple):
@@ -68,49 +102,93 @@ class _Rounded(NamedTuple):
     scale: Float[Array, ""]
 
 
+class _Saved(NamedTuple):
+    """What backward reads of a product.
+
+    Attributes:
+      x: Activations in float8.
+      kernel: Weights as they were given: backward of a layer has them anyway, and a
+        copy in float8 would be saved for each layer, unsharded.
+      kernel_scale: Factor of the weights in float8.
+    """
+
+    x: _Rounded
+    kernel: Float[Array, "..."]
+    kernel_scale: Float[Array, ""]
+
+
 @jax.custom_vjp
-def _matmul(x: Float[Array, "rows depth"], kernel: Float[Array, "depth columns"]):
+def _matmul(x: Float[Array, "rows depth"], kernel: Float[Array, "..."]):
     return _forward(x, kernel)[0]
 
 
-def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[_Rounded, _Rounded]]:
-    left, right = _round(x, FORWARD), _round(kernel, FORWARD)
-    return _dot((left, FORWARD, 1), (right, FORWARD, 0), x.dtype), (left, right)
+def _forward(x: Array, kernel: Array) -> tuple[Array, _Saved]:
+    left, scale = _round(x, FORWARD), _scale_of(kernel, FORWARD)
+    right = _round_by(kernel.reshape(x.shape[1], -1), scale, FORWARD)
+    product = _dot((left, FORWARD, 1), (right, FORWARD, 0), x.dtype)
+    return product, _Saved(left, kernel, scale)
 
 
-def _backward(saved: tuple[_Rounded, _Rounded], grad: Array) -> tuple[Array, Array]:
-    left, right = saved
+def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array]:
+    left, kernel, scale = saved
+    right = _round_by(kernel.reshape(left.bits.shape[1], -1), scale, FORWARD)
     rows = _round(grad, BACKWARD)
     of_x = _dot((rows, BACKWARD, 1), (right, FORWARD, 1), grad.dtype)
     of_kernel = _dot((left, FORWARD, 0), (rows, BACKWARD, 0), grad.dtype)
-    return of_x, of_kernel
+    return of_x, of_kernel.reshape(kernel.shape)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
 def _round(x: Float[Array, "rows columns"], dtype: DTypeLike) -> _Rounded:
-    """Rounds to nearest, scaled by the least power of two at which nothing is clipped.
+    """Rounds to nearest, scaled by the largest magnitude."""
+    return _round_by(x, _scale_of(x, dtype), dtype)
+
+
+def _scale_of(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, ""]:
+    """Returns the scale of a whole tensor."""
+    return scale_of(jnp.abs(x).max().astype(jnp.float32), dtype)
+
+
+def scale_of(
+    largest: Float[Array, "*blocks"], dtype: DTypeLike
+) -> Float[Array, "*blocks"]:
+    """Returns the least power of two at which nothing is clipped.
 
     Infinity and NaN make the scale, and with it all products, not a number.
+
+    Args:
+      largest: Largest magnitude, float32.
+      dtype: Float8 dtype.
     """
-    largest = jnp.abs(x).max().astype(jnp.float32)
     fraction, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
     # frexp's fraction is below 1: a power of two is 0.5 times the next one.
     exponent = jnp.clip(exponent - (fraction == 0.5), -100, 100)
     scale = jnp.ldexp(jnp.float32(1), exponent)
-    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def _round_by(
+    x: Float[Array, "rows columns"], scale: Float[Array, ""], dtype: DTypeLike
+) -> _Rounded:
     rounded = (x.astype(jnp.float32) / scale).astype(dtype)
     return _Rounded(lax.bitcast_convert_type(rounded, jnp.uint8), scale)
 
 
 def _dot(left: Any, right: Any, dtype: DTypeLike) -> Float[Array, "rows columns"]:
-    """Contracts a dim of each: `(rounded, float8 dtype, contracted dim)`."""
+    """Contracts a dim of each: `(rounded, float8 dtype, contracted dim)`.
+
+    The product is written in `dtype` and scaled behind: a power of two rounds nothing,
+    and XLA for GPUs multiplies in float8 where nothing stands before the product. Sums
+    of 448 x 448 exceed float16, which is written in float32 first.
+    """
     (one, one_dtype, one_dim), (other, other_dtype, other_dim) = left, right
+    narrow = jnp.dtype(dtype) == jnp.float16
     product = lax.dot_general(
         lax.bitcast_convert_type(one.bits, one_dtype),
         lax.bitcast_convert_type(other.bits, other_dtype),
         (((one_dim,), (other_dim,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.float32 if narrow else dtype,
     )
-    return (product * (one.scale * other.scale)).astype(dtype)
+    return (product * (one.scale * other.scale).astype(product.dtype)).astype(dtype)

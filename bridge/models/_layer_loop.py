@@ -1,6 +1,8 @@
 """Loops over the layers of a decoder: a scan over the periods of each block."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -15,7 +17,9 @@ from bridge.models._decoder_layer import (
     Experts,
     PerLayer,
     Stream,
+    with_product,
 )
+from bridge.models._float8 import Product
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
 from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
@@ -35,6 +39,8 @@ def plain_scan(
     carry: Any,
     xs: tuple[Any, ...] = (),
     consts: tuple[Any, ...] = (),
+    *,
+    static: Sequence[Hashable] | None = None,
 ) -> tuple[Any, Any]:
     """Runs `unit` over stacked weights, one layer at a time.
 
@@ -47,16 +53,39 @@ def plain_scan(
       carry: Carry of the first unit.
       xs: Pytrees with a leading layer dim, sliced for each unit.
       consts: Pytrees that every unit receives without slicing.
+      static: Value of each unit that is known when it is traced, its argument `static`;
+        one loop for each run of equal values. None for units without that argument.
 
     Returns:
       Final carry, and the stacked `y`s.
     """
+    if static is not None:
+        return _scan_runs(unit, stacked, carry, xs, consts, static)
 
     def body(carry, slices):
         weights, x_slices = slices
         return unit(weights, carry, *x_slices, *consts)
 
     return jax.lax.scan(body, carry, (stacked, xs))
+
+
+def _scan_runs(
+    unit: Callable[..., tuple[Any, Any]],
+    stacked: Any,
+    carry: Any,
+    xs: tuple[Any, ...],
+    consts: tuple[Any, ...],
+    static: Sequence[Hashable],
+) -> tuple[Any, Any]:
+    """Runs a loop for each run of units with the same static value."""
+    start, ys = 0, []
+    for value, equal in groupby(static):
+        stop = start + len(list(equal))
+        part, x = jax.tree.map(lambda a, s=slice(start, stop): a[s], (stacked, xs))
+        carry, y = plain_scan(partial(unit, static=value), part, carry, x, consts)
+        start = stop
+        ys.append(y)
+    return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *ys)
 
 
 def run_layers(
@@ -70,6 +99,7 @@ def run_layers(
     cache: Sequence[LayerState | None] | None = None,
     experts: Int[Array, "layers batch seq chosen"] | None = None,
     inputs_of_layers: Float[Array, "layers batch seq size"] | None = None,
+    products: Sequence[Product] | None = None,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
 
@@ -84,6 +114,7 @@ def run_layers(
       cache: Cache of each stack; None without one.
       experts: Experts of each token in each layer that has any; None if routers choose.
       inputs_of_layers: Input that each layer has of each token; None for none.
+      products: Product of the projections of each layer; None for those of the layers.
 
     Returns:
       Residual stream, and one `y` per stack, with a leading layer dim.
@@ -93,7 +124,7 @@ def run_layers(
     stacks = iter(enumerate(config.layer_stacks))
     carry = _first_carry(config, x, cache)
     for block in blocks:
-        xs = []
+        xs, own_products = [], []
         for _, (number, stack) in zip(block, stacks, strict=False):
             own: dict[str, Any] = {
                 name: v[np.asarray(stack.layers)] for name, v in inputs.items()
@@ -102,14 +133,21 @@ def run_layers(
                 own["input"] = inputs_of_layers[np.asarray(stack.layers)]
             if experts is not None and stack.kind.channels == "sparse":
                 own["experts"] = experts[np.asarray([sparse[i] for i in stack.layers])]
+            if products is not None:
+                own_products.append([products[i] for i in stack.layers])
             xs.append((own,) if cache is None else (own, cache[number]))
         if len(block) == 1:
-            carry, y = scan(unit, block[0], carry, xs=xs[0], consts=consts)
-            ys.append(y)
+            run, static = unit, own_products[0] if own_products else None
         else:
-            run = _period(unit)
-            carry, of_period = scan(run, block, carry, xs=(xs,), consts=consts)
-            ys += of_period
+            run, static = _period(unit), list(zip(*own_products, strict=True)) or None
+        given = {"xs": xs[0] if len(block) == 1 else (xs,), "consts": consts}
+        layers = block[0] if len(block) == 1 else block
+        if static is None:
+            carry, y = scan(run, layers, carry, **given)
+        else:
+            run = _multiplied(run)
+            carry, y = scan(run, layers, carry, **given, static=static)
+        ys += [y] if len(block) == 1 else y
     return _stream(carry), ys
 
 
@@ -175,6 +213,18 @@ def _period(unit: Unit) -> Unit:
             x, y = unit(layer, x, *slices, *consts)
             ys.append(y)
         return x, ys
+
+    return run
+
+
+def _multiplied(unit: Unit) -> Unit:
+    """Returns a unit whose `static` is the product of its layer, or of each of them."""
+
+    def run(layers: Any, x: Carry, *args: Any, static: Any) -> tuple[Carry, Any]:
+        if isinstance(layers, DecoderLayer):
+            return unit(with_product(layers, static), x, *args)
+        pairs = zip(layers, static, strict=True)
+        return unit([with_product(*pair) for pair in pairs], x, *args)
 
     return run
 

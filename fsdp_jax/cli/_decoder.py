@@ -25,6 +25,7 @@ from bridge.models import (
     correction_bias_paths,
     expert_parallel_rules,
     float8_product,
+    mxfp8_product,
     tensor_parallel_rules,
 )
 from fsdp_jax.cli._attention_table import attention_choices, settings_of
@@ -53,6 +54,8 @@ def plan_decoder(
     cp_form: CPForm = "ring",
     attention: WantedKernel = "auto",
     products: Products = "param_dtype",
+    num_layers_at_start_in_bf16: int = 0,
+    num_layers_at_end_in_bf16: int = 0,
     batch_parts: int = 1,
     sequences: Mapping[str, int] = SEQUENCES,
     scored: bool = False,
@@ -72,6 +75,9 @@ def plan_decoder(
       cp_form: Context-parallel attention algorithm.
       attention: Attention kernel; auto for the first that the devices can run.
       products: Format of the operands of projections of attention and MLPs.
+      num_layers_at_start_in_bf16: Number of first layers that keep the compute dtype
+        for these.
+      num_layers_at_end_in_bf16: Number of last layers likewise.
       batch_parts: Parts of a rank's rows that a layer runs side by side.
       sequences: Dim of each leaf of a batch that is split over `cp`.
       scored: Whether a score head replaces the output projection (`ScoredDecoder`).
@@ -96,8 +102,12 @@ def plan_decoder(
             routing,
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
             decoder_options(cp, cp_form, attention)
-            | ({"product": float8_product} if products == "float8" else {})
-            | {"batch_parts": batch_parts},
+            | ({} if products == "param_dtype" else {"product": _PRODUCTS[products]})
+            | {
+                "num_layers_at_start_in_bf16": num_layers_at_start_in_bf16,
+                "num_layers_at_end_in_bf16": num_layers_at_end_in_bf16,
+                "batch_parts": batch_parts,
+            },
         ),
         mesh,
         units=[DecoderLayer],
@@ -113,6 +123,9 @@ def plan_decoder(
             context_parallel=sequences,
         ),
     )
+
+
+_PRODUCTS = {"float8": float8_product, "mxfp8": mxfp8_product}
 
 
 def _frozen(config: DecoderConfig, given: fsdp.FSDPConfig) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import fsdp_jax as fsdp
 
 ParamGather = Literal["param_dtype", "float8", "mxfp8", "block_float8", "nvfp4"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
-Products = Literal["param_dtype", "float8"]
+Products = Literal["param_dtype", "float8", "mxfp8"]
 OffloadTo = Literal["optimizer", "all"]
 
 _GATHERS = {
@@ -38,12 +38,17 @@ class Precision:
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
       products: Format of the operands of projections of attention and MLPs.
+      num_layers_at_start_in_bf16: Number of first layers that multiply in bfloat16
+        although others multiply in float8 or mxfp8.
+      num_layers_at_end_in_bf16: Number of last layers likewise.
       loss_scale: Initial factor of the loss; None for 65536 in float16, else none.
     """
 
     param_dtype: ParamDtype = "float32"
     param_gather: ParamGather = "param_dtype"
     products: Products = "param_dtype"
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
     loss_scale: float | None = None
 
     def problems(self) -> list[str]:
@@ -56,11 +61,21 @@ class Precision:
                 f"--loss-scale {scale} is for --param-dtype float16, and this is "
                 f"{self.param_dtype}"
             )
-        if self.products == "float8" and self.param_dtype != "bfloat16":
+        narrow = self.products != "param_dtype"
+        if narrow and self.param_dtype != "bfloat16":
             wrong.append(
-                "--products float8 is for --param-dtype bfloat16, whose range it needs "
-                f"for all else, and this is {self.param_dtype}"
+                f"--products {self.products} is for --param-dtype bfloat16, whose "
+                f"range it needs for all else, and this is {self.param_dtype}"
             )
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            number, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            if number < 0:
+                wrong.append(f"{option} {number}: at least 0")
+            if number and not narrow:
+                wrong.append(
+                    f"{option} {number} is for --products float8 or mxfp8, and all "
+                    f"layers multiply in {self.param_dtype} here"
+                )
         return wrong
 
     def sharding(

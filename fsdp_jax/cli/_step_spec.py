@@ -53,6 +53,8 @@ class StepSpec:
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
       products: Format of the operands of projections of attention and MLPs.
+      num_layers_at_start_in_bf16: Number of first layers that keep bfloat16 for these.
+      num_layers_at_end_in_bf16: Number of last layers likewise.
       optimizer_bits: Bits of an element of AdamW's moments.
       offload: State kept in host memory.
       fused_loss: Whether logits are computed by chunks of the vocabulary.
@@ -68,6 +70,8 @@ class StepSpec:
     param_dtype: ParamDtype
     param_gather: ParamGather
     products: Products
+    num_layers_at_start_in_bf16: int
+    num_layers_at_end_in_bf16: int
     optimizer_bits: OptimizerBits
     offload: OffloadTo | None
     fused_loss: bool
@@ -138,6 +142,8 @@ class StepSpec:
             cp_form=self.strategy.cp_algorithm,
             attention=self.strategy.attention,
             products=self.products,
+            num_layers_at_start_in_bf16=self.num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16=self.num_layers_at_end_in_bf16,
             batch_parts=self.strategy.batch_parts,
         )
         rows = self.rows
@@ -152,7 +158,13 @@ class StepSpec:
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
         sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=self.strategy.prefetch)
         sharding = self.strategy.applied(sharding, mesh)
-        precision = Precision(self.param_dtype, self.param_gather, self.products)
+        precision = Precision(
+            self.param_dtype,
+            self.param_gather,
+            self.products,
+            self.num_layers_at_start_in_bf16,
+            self.num_layers_at_end_in_bf16,
+        )
         if wrong := precision.problems():
             raise ValueError("; ".join(wrong) + ".")
         return precision.sharding(sharding, self.offload)

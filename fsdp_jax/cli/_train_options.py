@@ -151,8 +151,12 @@ class PrecisionOptions:
       param_gather: Format of a byte an element in which the matrices of layers are
         communicated, decoded to --param-dtype on arrival; default --param-dtype.
       products: Format in which the projections of attention and MLPs are multiplied:
-        float8 for e4m3 forward and e5m2 backward, with current scaling; default
+        float8 for e4m3 forward and e5m2 backward, with current scaling; mxfp8 for e4m3
+        with a scale for each 32 numbers, which Blackwell GPUs multiply; default
         --param-dtype. Embedding, head, norms, routers and experts keep that.
+      num_layers_at_start_in_bf16: Number of first layers that keep bfloat16 beside
+        other --products; default 0.
+      num_layers_at_end_in_bf16: Number of last layers that keep it; default 0.
       loss_scale: Initial factor of the loss, so that gradients do not vanish in
         float16; it is halved on overflow. Default 65536 with --param-dtype float16,
         none otherwise.
@@ -165,6 +169,8 @@ class PrecisionOptions:
     param_dtype: Unset[ParamDtype] = None
     param_gather: Unset[ParamGather] = None
     products: Unset[Products] = None
+    num_layers_at_start_in_bf16: Unset[int] = None
+    num_layers_at_end_in_bf16: Unset[int] = None
     loss_scale: Unset[float] = None
     offload: Unset[OffloadTo] = None
     fused_loss: bool = True

@@ -89,7 +89,10 @@ def check_effect(options: Any) -> None:
     Raises:
       ValueError: If there are any; all in one message.
     """
-    of_decoders = ("ignore_field", "seq", "fused_loss", "capacity_factor", "products")
+    of_decoders = (
+        *("ignore_field", "seq", "fused_loss", "capacity_factor", "products"),
+        *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    )
     is_own = options.model is not None
     unread = of_decoders if is_own else ("loss", "unit")
     default = {field.name: field.default for field in dataclasses.fields(options)}

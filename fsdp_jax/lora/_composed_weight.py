@@ -136,12 +136,13 @@ def take_parts(
         part for s in shards for part in (s.parts if isinstance(s, Derived) else (s,))
     ]
 
-    def computed(parts, keys, *args):
+    def computed(parts, keys, *args, **static):
         given = iter(parts)
         weights = []
         for recipe, count, key in zip(recipes, counts, keys, strict=True):
             own = [next(given) for _ in range(count)]
             weights.append(recipe.make(own, key) if recipe else own[0])
-        return call_with_factors(compute, weights, *args)
+        run = functools.partial(compute, **static)
+        return call_with_factors(run, weights, *args)
 
     return computed, flat, keys

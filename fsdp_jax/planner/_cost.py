@@ -42,6 +42,8 @@ def product_flops(
     if one.opcode == "custom-call":
         if "matmul" in one.target or "gemm" in one.target:
             return _dot(computation, one, _gemm_dims(one))
+        if "blockScaledDot" in one.target:
+            return _block_scaled(computation, one)
         if "fmha" in one.target:
             return _attention(computation, one), "bf16"
         if flash := flash_operands(computation, one):
@@ -55,6 +57,15 @@ def _dot(computation: Computation, one: Instruction, dims: str) -> tuple[float, 
     contracted = [int(d) for d in found[1].split(",") if d] if found else []
     depth = math.prod(left.dims[d] for d in contracted)
     return 2.0 * one.shapes[0].num_elements * depth, left.dtype
+
+
+def _block_scaled(computation: Computation, one: Instruction) -> tuple[float, str]:
+    """Returns the FLOPs of cuDNN's product in microscaling formats, and their dtype.
+
+    Both operands, `[batch, rows, depth]`, are contracted along their last dim.
+    """
+    left = computation.by_name[one.operands[0]].shapes[0]
+    return 2.0 * one.shapes[0].num_elements * left.dims[-1], left.dtype
 
 
 def _gemm_dims(one: Instruction) -> str:

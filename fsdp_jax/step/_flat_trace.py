@@ -161,3 +161,14 @@ def _primitive() -> Any:
     # Found by a trace, since jax does not publish it.
     (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(1.0).jaxpr.eqns
     return eqn.primitive
+
+
+def without_dead(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Drops equations whose results nobody reads."""
+    live = {v for v in outvars if isinstance(v, core.Var)}
+    kept = []
+    for eqn in reversed(eqns):
+        if has_effects(eqn) or not live.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            live.update(v for v in eqn.invars if isinstance(v, core.Var))
+    return kept[::-1]

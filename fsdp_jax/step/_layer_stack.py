@@ -146,9 +146,9 @@ def _shapes_of(*_: Any, stack: Stack, jaxpr: Any) -> list[Any]:
 def unless_padding(unit: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `unit` to skip padding layers, with `is_real` after its carry."""
 
-    def layer(weights, carry, is_real, *args):
+    def layer(weights, carry, is_real, *args, **static):
         def run(carry):
-            return unit(weights, carry, *args)
+            return unit(weights, carry, *args, **static)
 
         def skip(carry):
             # Both branches of `cond` return the same shapes: the `y` of padding is 0.

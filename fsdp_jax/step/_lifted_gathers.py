@@ -17,7 +17,14 @@ from fsdp_jax._scopes import (
     traced_function,
     unit_of,
 )
-from fsdp_jax.step._flat_trace import REMAT, called, fresh, has_effects, operand
+from fsdp_jax.step._flat_trace import (
+    REMAT,
+    called,
+    fresh,
+    has_effects,
+    operand,
+    without_dead,
+)
 from fsdp_jax.step._remat import Resharding
 
 _INLINED = ("jit", "pjit", "closed_call")
@@ -87,17 +94,6 @@ def lift_gathers(body: Any, is_shard: Sequence[bool]) -> LiftedGathers | None:
         function_of(body, [*split.values, *others], results, rest),
         passed,
     )
-
-
-def without_dead(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Drops equations whose results nobody reads."""
-    live = {v for v in outvars if isinstance(v, core.Var)}
-    kept = []
-    for eqn in reversed(eqns):
-        if has_effects(eqn) or not live.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            live.update(v for v in eqn.invars if isinstance(v, core.Var))
-    return kept[::-1]
 
 
 class _Split:

@@ -13,6 +13,7 @@ the trace of the loss, and replaces it by `run_stack` of this module.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +29,10 @@ from fsdp_jax.step._collectives import gather_weight, marked_zeros
 from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._pullback import Pullback
-from fsdp_jax.step._remat import split_unit, without_float8
+from fsdp_jax.step._remat import without_float8
 from fsdp_jax.step._shard import Shard
+from fsdp_jax.step._split_unit import split_variants
+from fsdp_jax.step._static_runs import StaticRun, join_runs, part_of
 
 Leaves = list[Array]
 
@@ -43,6 +46,7 @@ def prefetching_scan(
     *,
     prefetch: int,
     unroll: int,
+    runs: Sequence[StaticRun] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Runs a stack of units, each gathered `prefetch` units ahead.
 
@@ -52,7 +56,8 @@ def prefetching_scan(
     when forward ends are those that backward begins with.
 
     Args:
-      compute: `compute(weights, carry, slices, consts) -> (carry, y)`.
+      compute: `compute(weights, carry, slices, consts) -> (carry, y)`; with `runs`, it
+        takes an argument `static`.
       shards: The stack's own parameters, a leading dim `units` on each.
       carry: Tree passed from unit to unit.
       slices: Trees with the same leading dim, one slice for each unit.
@@ -60,12 +65,14 @@ def prefetching_scan(
       prefetch: Distance from the unit that computes to the one being gathered, in
         units; at least 1.
       unroll: Units in one iteration of the compiled loop.
+      runs: Runs of units with the same static value, each a loop of its own; the
+        gathers go on from one to the next. None for one loop.
 
     Returns:
       The last carry, and the `y`s stacked on a new leading dim.
     """
     given = (carry, slices, consts)
-    stack = Stack.of(compute, shards, given, prefetch, unroll)
+    stack = Stack.of(compute, shards, given, prefetch, unroll, runs)
     return run_stack(stack, shards, given)
 
 
@@ -104,54 +111,75 @@ def run_stack(
     out, others = fsdp_scan(
         shards, stack.arguments.floats(given), stack.arguments.others(given)
     )
-    carry, ys = stack.traced["results"].join(out, others)
+    carry, ys = stack.traced.results.join(out, others)
     return carry, ys
+
+
+@dataclasses.dataclass
+class _Traced:
+    """Facts that are known once a unit is traced.
+
+    Attributes:
+      results: The partition of its results.
+      pulls: Its pullback, for each variant.
+    """
+
+    results: Any = None
+    pulls: dict[Any, Pullback] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A stack of units, split by `split_unit`, with the settings of its scan.
+    """A stack of units, split after their gathers, with the settings of its scan.
 
     Attributes:
       weights_only: `weights_only(shards) -> values`: gathers a unit's weights and
         computes what depends on these alone.
-      rest: `rest(values, *leaves) -> leaves`: everything else the unit computes.
+      rests: `rest(values, *leaves) -> leaves`: everything else the unit computes, by
+        static value.
       out_tree: Structure of the results of `rest`, `(carry, y)`.
       arguments: Partition of `(carry, slices, consts)` into leaves with and without
         gradients.
-      num_units: Number of units, the leading dim of each shard.
+      runs: Runs of units with the same static value; those of all units, in order.
       prefetch: Distance from the unit that computes to the one being gathered.
       unroll: Units in one iteration of the loop.
       policy: `jax.checkpoint` policy for a unit's activations; None saves all.
-      traced: Facts known once a unit is traced: "results", the `FloatPartition` of its
-        results, and "pull", its `Pullback`.
+      traced: Facts that are known once a unit is traced.
     """
 
     weights_only: Callable[..., Sequence[Array]]
-    rest: Callable[..., Sequence[Array]]
+    rests: dict[Any, Callable[..., Sequence[Array]]]
     out_tree: Any
     arguments: FloatPartition
-    num_units: int
+    runs: Sequence[StaticRun]
     prefetch: int
     unroll: int
     policy: Callable[..., bool] | None
-    traced: dict[str, Any] = dataclasses.field(default_factory=dict)
+    traced: _Traced = dataclasses.field(default_factory=_Traced)
+
+    @property
+    def num_units(self) -> int:
+        """Number of units, the leading dim of each shard."""
+        return self.runs[-1].stop
 
     @classmethod
-    def of(cls, compute, shards, given, prefetch: int, unroll: int) -> Stack:
+    def of(cls, compute, shards, given, prefetch: int, unroll: int, runs) -> Stack:
         carry, slices, consts = given
         example = (carry, jax.tree.map(_first, slices), consts)
         # All units have the shapes of the first, so one trace serves them all.
         first = jax.tree.map(_first, shards)
-        weights_only, rest, out_tree = split_unit(
-            compute, _unshard, first, example, may_close_over=False
+        computes = {None: compute}
+        if runs is not None:
+            computes = {v: functools.partial(compute, static=v) for v, *_ in runs}
+        weights_only, rests, out_tree = split_variants(
+            list(computes.values()), _unshard, first, example, may_close_over=False
         )
         return cls(
             weights_only,
-            rest,
+            dict(zip(computes, rests, strict=True)),
             out_tree,
             FloatPartition.of(*example),
-            shards[0].value.shape[0],
+            runs or [StaticRun(None, 0, shards[0].value.shape[0])],
             prefetch,
             unroll,
             shards[0].param.unit_policy.remat_policy,
@@ -186,14 +214,14 @@ class Stack:
         with jax.named_scope(PREFETCH):
             return window, self.values(tied, i)
 
-    def unit(self, values, carry, slices, consts, others):
+    def unit(self, static, values, carry, slices, consts, others):
         """Runs one unit on floating-point leaves; its other results are aux."""
 
         def run(values, carry, slices, consts, others):
             args = self.arguments.join((carry, slices, consts), others)
-            leaves = self.rest(values, *jax.tree.leaves(args))
+            leaves = self.rests[static](values, *jax.tree.leaves(args))
             out = self.out_tree.unflatten(leaves)
-            results = self.traced["results"] = FloatPartition.of(*out)
+            results = self.traced.results = FloatPartition.of(*out)
             return results.floats(out), results.others(out)
 
         if self.policy:
@@ -215,21 +243,21 @@ def _forward(stack: Stack, shards, floats, others):
     gathers these p units twice, since a slot is reused once its unit has computed.
 
     Returns:
-      `((carry, ys), (other carry, other ys)), saved, window`: the results; the
-      residuals of each unit, stacked; and the gathered values that backward begins
-      with.
+      `((carry, ys), (other carry, other ys)), saved, window`: the results; for each
+      run the residuals of its units, stacked; and the gathered values that backward
+      begins with.
     """
     carry, slices, consts = floats
     other_carry, other_slices, other_consts = others
 
-    def body(state, x):
+    def body(static, state, x):
         carry, other_carry, window = state
         i, slices, other_slices = x
         window, ahead = stack.shift(shards, window, i + stack.prefetch)
         others = (other_carry, other_slices, other_consts)
 
         def of_floats(values, carry, slices, consts):
-            return stack.unit(values, carry, slices, consts, others)
+            return stack.unit(static, values, carry, slices, consts, others)
 
         # The derivative is taken inside the loop, so that its residuals are results
         # of the scan; jax never differentiates the scan itself.
@@ -238,16 +266,18 @@ def _forward(stack: Stack, shards, floats, others):
         )
         # `Pullback` refers to these leaves by index: `_backward` builds the same tuple.
         known = (window[0], slices, consts, other_slices, other_consts)
-        stack.traced["pull"], saved = Pullback.of(pull, known)
+        stack.traced.pulls[static], saved = Pullback.of(pull, known)
         return (carry, other_carry, [*window[1:], ahead]), (y, other_y, saved)
 
     window = [stack.values(shards, i) for i in range(stack.prefetch)]
-    (carry, other_carry, window), (ys, other_ys, saved) = lax.scan(
-        body,
-        (carry, other_carry, window),
-        (jnp.arange(stack.num_units), slices, other_slices),
-        unroll=stack.unroll,
-    )
+    state, made = (carry, other_carry, window), []
+    xs = (jnp.arange(stack.num_units), slices, other_slices)
+    for run in stack.runs:
+        of_run = functools.partial(body, run.value)
+        state, out = lax.scan(of_run, state, part_of(xs, run), unroll=stack.unroll)
+        made.append(out)
+    (carry, other_carry, window), saved = state, [of_run[2] for of_run in made]
+    ys, other_ys = join_runs([of_run[:2] for of_run in made])
     return ((carry, ys), (other_carry, other_ys)), saved, window
 
 
@@ -299,7 +329,7 @@ def _backward(stack: Stack, residuals, cotangents):
     (carry, ys), _ = cotangents
     last = stack.num_units - 1
 
-    def body(state, x):
+    def body(static, state, x):
         carry, window, pending, reduced, grad_buffers, d_consts = state
         i, y, saved, slices, other_slices = x
         window, behind = stack.shift(shards, window, i - stack.prefetch)
@@ -310,7 +340,7 @@ def _backward(stack: Stack, residuals, cotangents):
         grad_buffers = _put(grad_buffers, reduced, jnp.minimum(i + 2, last))
         reduced = _reduced(stack, shards, pending, jnp.minimum(i + 1, last))
         known = (window[0], slices, consts, other_slices, other_consts)
-        pull = stack.traced["pull"].rebuild(saved, known)
+        pull = stack.traced.pulls[static].rebuild(saved, known)
         pending, carry, d_slices, more = pull((carry, y))
         pending = sum_over_batch(pending, known[0])
         # Every unit reads the same consts, so their cotangents add up.
@@ -329,13 +359,18 @@ def _backward(stack: Stack, residuals, cotangents):
         grad_buffers=zeros,
         d_consts=jax.tree.map(jnp.zeros_like, consts),
     )
-    end, d_slices = lax.scan(
-        body,
-        start,
-        (jnp.arange(stack.num_units), ys, saved, slices, other_slices),
-        reverse=True,  # From unit n-1 to unit 0; `d_slices` come out in unit order.
-        unroll=stack.unroll,
-    )
+    end, made = start, []
+    for run, of_run in zip(reversed(stack.runs), reversed(saved), strict=True):
+        i, y, *rest = part_of((jnp.arange(last + 1), ys, slices, other_slices), run)
+        end, d_slices = lax.scan(
+            functools.partial(body, run.value),
+            end,
+            (i, y, of_run, *rest),
+            reverse=True,  # From the last unit to the first one.
+            unroll=stack.unroll,
+        )
+        made.append(d_slices)
+    d_slices = join_runs(made[::-1])
     grad_buffers = _put(end.grad_buffers, end.reduced, min(1, last))
     grad_buffers = _put(grad_buffers, _reduced(stack, shards, end.pending, 0), 0)
     pairs = zip(shards, grad_buffers, strict=True)

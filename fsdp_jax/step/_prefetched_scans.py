@@ -29,6 +29,7 @@ from fsdp_jax.step._lifted_gathers import (
 )
 from fsdp_jax.step._prefetch import Stack, run_stack
 from fsdp_jax.step._shard import Shard
+from fsdp_jax.step._static_runs import StaticRun
 
 
 def prefetch_scans(
@@ -231,10 +232,10 @@ class _Scans:
 
         return Stack(
             weights_only,
-            rest,
+            {None: rest},
             jax.tree.structure(([0] * len(carry), [0] * num_ys)),
             FloatPartition.of(carry, slices, consts),
-            loop.eqn.params["length"],
+            [StaticRun(None, 0, loop.eqn.params["length"])],
             self._prefetch,
             loop.eqn.params["unroll"],
             policy=None,  # The unit's own is in the trace.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 
 import jax
@@ -22,6 +22,17 @@ from fsdp_jax.step._module_units import (
 )
 from fsdp_jax.step._prefetch import prefetching_scan
 from fsdp_jax.step._shard import Shard, partition, shards_of
+from fsdp_jax.step._static_runs import (
+    StaticRun,
+    check_static,
+    choices_of,
+    join_runs,
+    num_units,
+    part_of,
+    runs_in_chunk,
+    static_runs,
+    switched,
+)
 from fsdp_jax.step._unit import is_unit
 from fsdp_jax.step._unit import unit as mark
 
@@ -35,6 +46,7 @@ def scan(
     *,
     prefetch: int | None = None,
     unroll: int = 1,
+    static: Sequence[Hashable] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Runs `unit` over a stack of weights, gathering one slice of the stack at a time.
 
@@ -58,6 +70,12 @@ def scan(
         effect on units that are objects in a slice (the layers of a period), since all
         of a slice may be too large: these are gathered one after the other.
       unroll: Units in one iteration of the compiled loop; more take more memory.
+      static: Value of each unit that is known when it is traced, such as a flag or a
+        function: hashable, and given to the unit as `unit(..., static=value)`. Units
+        with equal values in a row are one compiled loop; gathers go on from one loop
+        to the next. Pipeline stages are one program: where the units at one place of
+        their chunks differ, a unit chooses as it runs, and saves for backward what
+        any of its variants would. None for units without that argument.
 
     Returns:
       The last carry, and the `y`s stacked on a new leading dim. State that nnx modules
@@ -65,8 +83,8 @@ def scan(
 
     Raises:
       ValueError: If `unit` closes over a traced value, `xs` or `consts` is not a tuple,
-        `prefetch` or `unroll` is out of range, or the stack cannot be prefetched or
-        split over `pp`.
+        `prefetch` or `unroll` is out of range, `static` has not a value for each unit,
+        or the stack cannot be prefetched or split over `pp`.
 
     Examples:
       >>> def features(model, batch):
@@ -95,17 +113,28 @@ def scan(
         )
 
     run = functools.partial(_scan, prefetch=prefetch, unroll=unroll)
-    if staged := [s for s in partition(stacked)[0] if s.param.is_staged]:
-        return _scan_stages(run, staged[0].param, unit, stacked, carry, xs, consts)
-    return run(unit, stacked, carry, xs, consts)
+    staged = [s for s in partition(stacked)[0] if s.param.is_staged]
+    runs = None
+    if static is not None:
+        units = staged[0].param.shape[0] if staged else num_units(stacked)
+        check_static(static, units)
+        if len(runs := static_runs(static)) == 1:
+            unit, runs = functools.partial(unit, static=static[0]), None
+    if staged:
+        param, several = staged[0].param, static if runs else None
+        return _scan_stages(run, param, unit, several, stacked, carry, xs, consts)
+    return run(unit, stacked, carry, xs, consts, runs=runs)
 
 
 def _scan_stages(
     run: Callable[..., tuple[PyTree, PyTree]],
     param: ParamPlan,
     unit: Callable[..., tuple[PyTree, PyTree]],
+    static: Sequence[Hashable] | None,
     stacked: PyTree,
-    *args: PyTree,
+    carry: PyTree,
+    xs: tuple[PyTree, ...],
+    consts: tuple[PyTree, ...],
 ) -> tuple[PyTree, PyTree]:
     """Traces the scan for a pipeline, whose stages run some of the layers at a time."""
     if jax.tree.leaves(written_state(stacked)):
@@ -116,14 +145,22 @@ def _scan_stages(
             "`xs`, or use pp=1."
         )
     shards, others, merge = partition(stacked)
+    if static is not None:
+        unit, xs = switched(unit), (choices_of(static), *xs)
 
     def run_chunk(shards, others, carry, xs, consts, is_real):
-        chunk = merge(shards, others)
-        if is_real is None:  # No stage has padding layers.
-            return run(unit, chunk, carry, xs, consts)
-        return run(unless_padding(unit), chunk, carry, (is_real, *xs), consts)
+        chunk, layer = merge(shards, others), unit
+        if is_real is not None:  # Else no stage has padding layers.
+            layer, xs = unless_padding(layer), (is_real, *xs)
+        runs = None
+        if static is not None:
+            runs = runs_in_chunk(static, num_units(shards))
+            if len(runs) == 1:
+                layer, runs = functools.partial(layer, static=runs[0].value), None
+        return run(layer, chunk, carry, xs, consts, runs=runs)
 
-    return scan_stages(run_chunk, shards, others, *args, num_layers=param.shape[0])
+    layers = param.shape[0]
+    return scan_stages(run_chunk, shards, others, carry, xs, consts, num_layers=layers)
 
 
 def _scan(
@@ -135,37 +172,59 @@ def _scan(
     *,
     prefetch: int | None,
     unroll: int,
+    runs: Sequence[StaticRun] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    def stateful(weights, *args):
+    def stateful(weights, *args, **static):
         before = values_of(written_state(weights))
-        carry, y = unit(weights, *args)
+        carry, y = unit(weights, *args, **static)
         # Dropout counters and BatchNorm statistics leave the loop as stacked outputs.
         return carry, (y, changed_since(before, written_state(weights)))
 
     own, others, merge = partition(stacked)
     is_alone = _holds_units_alone(stacked)
     rest = (others, carry, xs, consts)
-    if ahead := 0 if is_alone else _ahead(own, rest, prefetch):
+    if ahead := 0 if is_alone else _ahead(own, rest, prefetch, runs):
 
-        def compute(weights, others, carry, xs, consts):
-            return stateful(merge(weights, others), carry, *xs, *consts)
+        def compute(weights, others, carry, xs, consts, **static):
+            return stateful(merge(weights, others), carry, *xs, *consts, **static)
 
         given = (carry, (others, xs), consts)
-        carry, (ys, written) = _prefetched(compute, own, *given, ahead, unroll)
+        carry, (ys, written) = _prefetched(compute, own, *given, ahead, unroll, runs)
     else:
-        gathering = mark(stateful)
+        as_asked = jax.named_scope(AS_WRITTEN) if prefetch == 0 else nullcontext()
+        with as_asked:
+            carry, (ys, written) = _looped(
+                stateful, stacked, carry, xs, consts, unroll, runs
+            )
+    put_state(stacked, written)
+    return carry, ys
+
+
+def _looped(
+    unit: Callable[..., tuple[PyTree, PyTree]],
+    stacked: PyTree,
+    carry: PyTree,
+    xs: tuple[PyTree, ...],
+    consts: tuple[PyTree, ...],
+    unroll: int,
+    runs: Sequence[StaticRun] | None,
+) -> tuple[PyTree, PyTree]:
+    """Runs a loop over units that gather at their entry; one for each of `runs`."""
+    if runs is None:
+        gathering = mark(unit)
 
         def body(carry, slices):
             weights, x = slices
             return gathering(weights, carry, *x, *consts)
 
-        as_asked = jax.named_scope(AS_WRITTEN) if prefetch == 0 else nullcontext()
-        with as_asked:
-            carry, (ys, written) = jax.lax.scan(
-                body, carry, (stacked, xs), unroll=unroll
-            )
-    put_state(stacked, written)
-    return carry, ys
+        return jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+    made = []
+    for run in runs:
+        part, x = part_of((stacked, xs), run)
+        own = functools.partial(unit, static=run.value)
+        carry, out = _looped(own, part, carry, x, consts, unroll, None)
+        made.append(out)
+    return carry, join_runs(made)
 
 
 def _holds_units_alone(stacked: PyTree) -> bool:
@@ -181,6 +240,7 @@ def _prefetched(
     consts: PyTree,
     prefetch: int,
     unroll: int,
+    runs: Sequence[StaticRun] | None,
 ) -> tuple[PyTree, PyTree]:
     """Runs `compute(weights, others, carry, xs, consts)` over a stack, gathered ahead.
 
@@ -189,9 +249,9 @@ def _prefetched(
     # A LoRA or quantized weight is made of several shards: gather these.
     computed, parts, keys = take_parts(compute, own)
 
-    def of_parts(parts, carry, slices, consts):
+    def of_parts(parts, carry, slices, consts, **static):
         keys, others, xs = slices
-        return computed(parts, keys, others, carry, xs, consts)
+        return computed(parts, keys, others, carry, xs, consts, **static)
 
     # The scope that `call_unit` opens on the other path: reports read it.
     with unit_scope(parts[0].param.unit):
@@ -203,20 +263,27 @@ def _prefetched(
             consts,
             prefetch=prefetch,
             unroll=unroll,
+            runs=runs,
         )
 
 
-def _ahead(own: list[Shard], rest: PyTree, prefetch: int | None) -> int:
+def _ahead(
+    own: list[Shard],
+    rest: PyTree,
+    prefetch: int | None,
+    runs: Sequence[StaticRun] | None,
+) -> int:
     """Returns how many units this scan gathers ahead itself.
 
     Unless a call asks for a number, `prefetch_scans` finds the loop and replaces it.
-    Stages of a pipeline run their layers where that does not see them.
+    Stages of a pipeline run their layers where that does not see them, and several
+    loops over one stack are none that it replaces.
     """
     if prefetch is not None:
         _check_prefetch(own, rest, prefetch)
         return prefetch if own else 0
-    is_staged = own and own[0].param.is_staged and not _problem(own, rest)
-    return own[0].param.unit_policy.prefetch if is_staged else 0
+    is_own = own and (own[0].param.is_staged or runs) and not _problem(own, rest)
+    return own[0].param.unit_policy.prefetch if is_own else 0
 
 
 def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:

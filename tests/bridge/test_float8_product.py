@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.compare import worst
+from helpers.errors import facts
 
-from bridge.models import Decoder, DecoderConfig, DecoderLayer, float8_product
+from bridge.models import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    float8_product,
+    mxfp8_product,
+)
 from bridge.models._float8 import plain_product
 from bridge.models._linear import Linear
 from fsdp_jax.sharding._float8_gather import decode_float8, encode_float8
@@ -59,6 +66,27 @@ def test_a_weight_from_a_float8_gather_is_not_rounded_again():
     np.testing.assert_array_equal(found.reshape(gathered.shape), gathered)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_16_bits_the_sums_of_float32_are_rounded_once(dtype):
+    narrow = [x.astype(dtype) for x in arrays()]
+    wide = results(float8_product, *(x.astype(jnp.float32) for x in narrow))
+    found = results(float8_product, *narrow)
+    for one, other in zip(found, wide, strict=True):
+        np.testing.assert_array_equal(one, other.astype(dtype))
+        assert worst(one, other) > 1e-5  # They are in 16 bits.
+
+
+def test_backward_keeps_activations_in_a_byte_and_no_copy_of_weights():
+    x, kernel, _ = arrays()
+
+    def backward_of(x, kernel):
+        return jax.vjp(lambda x, kernel: float8_product(x, kernel, 2), x, kernel)[1]
+
+    saved = jax.tree.leaves(jax.eval_shape(backward_of, x, kernel))
+    kept = sorted((leaf.dtype.name, leaf.size) for leaf in saved if leaf.size > 1)
+    assert kept == [("float32", kernel.size), ("uint8", x.size)]
+
+
 def test_what_is_not_finite_is_seen():
     x, kernel, _ = arrays()
     assert not jnp.isfinite(
@@ -87,3 +115,52 @@ def test_the_projections_of_a_decoder_take_it_and_head_and_router_do_not():
     assert not found.pop("lm_head")
     assert len(found) == 7 and all(found.values())
     assert isinstance(decoder.layers, DecoderLayer)
+
+
+# In blocks
+
+
+def in_blocks(x, axis):
+    """Rounded by hand, with a power of two for each 32 numbers along `axis`."""
+    x = np.moveaxis(np.asarray(x), axis, -1)
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    scale = np.float32(2.0 ** np.ceil(np.log2(largest / 448)))
+    rounded = (blocks / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale
+    return np.moveaxis(rounded.reshape(x.shape), -1, axis)
+
+
+def matrices():
+    random = np.random.default_rng(0)
+    shapes = [(32, 64), (64, 96), (32, 96)]
+    x, kernel, grad = (jnp.asarray(random.normal(size=s), jnp.float32) for s in shapes)
+    return x.at[:, 0].multiply(1000), kernel, grad  # In its own blocks alone.
+
+
+def in_mxfp8(x, kernel, grad):
+    out, pull = jax.vjp(lambda x, kernel: mxfp8_product(x, kernel, 1), x, kernel)
+    return out, *pull(grad)
+
+
+def test_blocks_of_32_along_what_is_contracted_have_a_scale_of_their_own():
+    x, kernel, grad = matrices()
+    want = (
+        in_blocks(x, 1) @ in_blocks(kernel, 0),
+        in_blocks(grad, 1) @ in_blocks(kernel, 1).T,
+        in_blocks(x, 0).T @ in_blocks(grad, 0),
+    )
+    assert worst(jax.jit(in_mxfp8)(x, kernel, grad), want) < 1e-6
+    # A control: with a scale a tensor the small numbers beside large ones are lost.
+    rest = x.at[:, 0].set(0)
+    errors = [
+        worst(product(x, kernel, 1) - product(x - rest, kernel, 1), rest @ kernel)
+        for product in (mxfp8_product, float8_product)
+    ]
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("sizes", [(31, 64, 96), (32, 60, 96), (32, 64, 90)])
+def test_sizes_that_are_no_blocks_are_refused(sizes):
+    rows, depth, out = sizes
+    with pytest.raises(ValueError, match=facts(*map(str, sizes), "32")):
+        mxfp8_product(jnp.ones((rows, depth)), jnp.ones((depth, out)), 1)

@@ -68,6 +68,16 @@ def test_a_config_shards_as_its_options_say():
     assert sharding("all").offload == fsdp.OffloadPolicy(params=True)
 
 
+def test_a_run_keeps_first_layers_in_bfloat16_and_goes_on_with_them(train):
+    options = ["--param-dtype", "bfloat16", "--products", "float8"]
+    folder, some = train(*options, "--num-layers-at-start-in-bf16", "1")
+    _, none = train(*options)
+    assert some[0]["loss"] != none[0]["loss"]
+    assert some[0]["loss"] == pytest.approx(none[0]["loss"], rel=0.01)
+    again = train("--save-every", "1", save=folder, steps=3)[1]
+    assert [step["step"] for step in again] == [3]
+
+
 def test_layers_communicated_in_a_byte_learn_nearly_the_same(train, losses, capsys):
     _, metrics = train("--param-gather", "mxfp8")
     assert "quantized to be gathered: 3 as mxfp8_e4m3fn" in capsys.readouterr().err
@@ -119,6 +129,15 @@ def test_float16_has_a_loss_scale_that_finds_its_size(train, losses):
     [
         (["--loss-scale", "8"], "is for --param-dtype float16, and this is float32"),
         (["--param-dtype", "float16", "--loss-scale", "0"], "--loss-scale 0.0: a fin"),
+        (
+            ["--num-layers-at-start-in-bf16", "1"],
+            "--num-layers-at-start-in-bf16 1 is for --products float8 or mxfp8",
+        ),
+        (
+            ["--param-dtype", "bfloat16", "--products", "float8"]
+            + ["--num-layers-at-end-in-bf16", "9"],
+            "num_layers_at_end_in_bf16=9",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, reason, model, text, tmp_path, capsys):

@@ -66,6 +66,9 @@ class Plan:
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
       products: Format of the operands of projections of attention and MLPs.
+      num_layers_at_start_in_bf16: Number of first layers that keep bfloat16 beside
+        other --products.
+      num_layers_at_end_in_bf16: Number of last layers that keep it.
       optimizer_bits: Bits of an element of AdamW's moments.
       offload: State kept in host memory: the optimizer's, or the float32 weights too
         (all).
@@ -103,6 +106,8 @@ class Plan:
     param_dtype: ParamDtype = "bfloat16"
     param_gather: ParamGather = "param_dtype"
     products: Products = "param_dtype"
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
     optimizer_bits: OptimizerBits = 32
     offload: Unset[OffloadTo] = None
     fused_loss: bool = True
@@ -161,6 +166,8 @@ class Plan:
             param_dtype=self.param_dtype,
             param_gather=self.param_gather,
             products=self.products,
+            num_layers_at_start_in_bf16=self.num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16=self.num_layers_at_end_in_bf16,
             optimizer_bits=self.optimizer_bits,
             offload=self.offload,
             fused_loss=self.fused_loss,

@@ -244,6 +244,8 @@ def _make_plan(
         cp_form=train.strategy.cp_algorithm,
         attention=train.strategy.attention,
         products=config.precision.products,
+        num_layers_at_start_in_bf16=config.precision.num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=config.precision.num_layers_at_end_in_bf16,
         batch_parts=train.strategy.batch_parts,
         sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
         scored=config.data.objective == "reward",
