@@ -35,7 +35,7 @@ from bridge.models import (
     PerLayerInputConfig,
     ShortConvConfig,
 )
-from bridge.models._config import MAX_LAYERS
+from bridge.models._config_consistency import MAX_LAYERS
 
 CONFIG_NAME = "config.json"
 # Of Mamba-2 layers, whose time steps have no upper limit in most models.

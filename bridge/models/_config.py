@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from bridge.models._altup_config import AltUpConfig
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
+from bridge.models._config_consistency import inconsistencies
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._full_attention_config import FullAttentionConfig
 from bridge.models._indexer_config import IndexerConfig
@@ -43,10 +44,6 @@ NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
 Activation = Literal[
     "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "xielu"
 ]
-
-
-MAX_LAYERS = 1000
-"""Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +244,7 @@ class DecoderConfig:
         """Fills in the two derived sizes and validates the fields."""
         self._derive()
         wrong = wrong_fields(self) + wrong_sizes(self, _SIZES)
-        raise_if("DecoderConfig", wrong or self._inconsistencies())
+        raise_if("DecoderConfig", wrong or inconsistencies(self))
 
     @property
     def rope_dim(self) -> int:
@@ -372,171 +369,6 @@ class DecoderConfig:
         elif self.head_dim is None and isinstance(hidden, int) and heads:
             object.__setattr__(self, "head_dim", hidden // heads)
 
-    def _inconsistencies(self) -> list[str]:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        wrong = []
-        if heads % kv_heads:
-            wrong.append(
-                f"num_attention_heads {heads} is not a multiple of "
-                f"num_key_value_heads {kv_heads}: query heads share key heads in "
-                "equal groups"
-            )
-        if self.rope_dim % 2:
-            wrong.append(
-                f"head_dim {self.head_dim} is odd, but rotary embedding rotates pairs"
-            )
-        for name in ("norm_eps", "initializer_range"):
-            if getattr(self, name) < 0:
-                wrong.append(f"{name} {getattr(self, name)} is negative")
-        if self.num_hidden_layers > MAX_LAYERS:
-            wrong.append(
-                f"num_hidden_layers {self.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
-            )
-        wrong += self._inconsistent_features()
-        if self.logits_scaling == 0:
-            wrong.append("logits_scaling 0 divides the logits")
-        if self.mla and (kv_heads != heads or self.head_dim != self.mla.qk_head_dim):
-            wrong.append(
-                f"mla: num_key_value_heads {kv_heads} and head_dim {self.head_dim} "
-                f"must be {heads} and {self.mla.qk_head_dim}"
-            )
-        wrong += self._inconsistent_indexers() + self._inconsistent_sharing()
-        wrong += self._inconsistent_streams()
-        return wrong + self._inconsistent_layers()
-
-    def _inconsistent_indexers(self) -> list[str]:
-        indexer, shared = self.indexer, self.shared_indexer_layers
-        if indexer is None:
-            return ["shared_indexer_layers are set, but indexer is None"] * bool(shared)
-        wrong = []
-        if self.mla is None or self.mla.q_lora_rank is None:
-            wrong.append("indexer: its queries are projected from mla.q_lora_rank")
-        elif indexer.head_dim < self.mla.qk_rope_head_dim:
-            wrong.append(
-                f"indexer.head_dim {indexer.head_dim} is below the "
-                f"{self.mla.qk_rope_head_dim} dims of mla.qk_rope_head_dim"
-            )
-        if set(self.layer_types or ()) - {"full_attention"} or self.sliding_window:
-            wrong.append("indexer: all layers are of full attention")
-        if outside := [i for i in shared if not 0 < i < self.num_hidden_layers]:
-            wrong.append(
-                f"shared_indexer_layers {outside}: behind the first layer, and of the "
-                f"{self.num_hidden_layers} layers"
-            )
-        return wrong
-
-    def _inconsistent_sharing(self) -> list[str]:
-        if (sharing := self.kv_sharing) is None:
-            return []
-        first, wrong = self.num_hidden_layers - sharing.num_layers, []
-        if first < 1:
-            wrong.append(
-                f"kv_sharing.num_layers {sharing.num_layers} leaves none of the "
-                f"{self.num_hidden_layers} layers with keys and values"
-            )
-        types = self.layer_types or ()
-        if orphans := sorted(set(types[first:]) - set(types[:first])):
-            wrong.append(
-                f"kv_sharing: {', '.join(orphans)} comes behind layer {first} alone, "
-                "and no layer before has its keys and values"
-            )
-        if self.full_attention is None:
-            wrong.append("kv_sharing: full_attention tells its types of layers apart")
-        if self.moe is not None:
-            wrong.append("kv_sharing: its layers are dense, and moe is set")
-        beside = ("attention_gate", "clip_qkv", "qk_norm_after_rope", "multipliers")
-        wrong += [
-            f"kv_sharing: not beside {name}" for name in beside if getattr(self, name)
-        ]
-        return wrong
-
-    def _inconsistent_streams(self) -> list[str]:
-        wrong = []
-        if self.altup is not None and self.per_layer_input is None:
-            wrong.append("altup: per_layer_input is what a layer adds to its streams")
-        if self.laurel_rank is not None and self.norm_placement != "both":
-            wrong.append("laurel_rank: norm_placement is 'both'")
-        kinds = set(self.layer_types or ("full_attention",))
-        others = sorted(kinds - {"full_attention", "sliding_attention"})
-        if others and (self.altup or self.laurel_rank):
-            wrong.append(f"altup and laurel_rank: not beside {', '.join(others)}")
-        if bool(self.cut_gate_layers) != (self.gate_sparsity is not None):
-            wrong.append("gate_sparsity and cut_gate_layers: both or neither")
-        if self.gate_sparsity is not None and not 0 < self.gate_sparsity < 1:
-            wrong.append(f"gate_sparsity {self.gate_sparsity}: between 0 and 1")
-        if self.cut_gate_layers and (self.moe or not self.gated_mlp):
-            wrong.append("cut_gate_layers: their MLPs are dense and gated")
-        return wrong
-
-    def _inconsistent_features(self) -> list[str]:
-        wrong = []
-        if self.moe and self.hidden_act == "xielu":
-            wrong.append("hidden_act 'xielu': experts have no learned activation")
-        if self.moe and self.moe.expert_bias and not self.gated_mlp:
-            wrong.append("moe.expert_bias: only gated experts have biases")
-        if self.tie_word_embeddings and self.head_bias:
-            wrong.append("head_bias: a tied output projection has none")
-        if not self.norm_scale and (self.norm_bias or self.qk_norm or self.mla):
-            wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
-        if self.attention_gate and self.mla:
-            wrong.append("attention_gate: latent attention has none")
-        if self.rope is not None and self.learned_positions:
-            wrong.append("learned_positions: not beside a rope")
-        if self.alibi_bias_max is not None and (self.rope or self.mla):
-            wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
-        if self.qk_norm_after_rope and self.qk_norm is None:
-            wrong.append("qk_norm_after_rope is set, but qk_norm is None")
-        if (full := self.full_attention) is not None:
-            if self.num_attention_heads % full.num_key_value_heads:
-                wrong.append(
-                    f"num_attention_heads {self.num_attention_heads} is not a multiple "
-                    f"of full_attention.num_key_value_heads {full.num_key_value_heads}"
-                )
-            if self.mla or self.rope is None or self.no_rope_layers:
-                wrong.append("full_attention: neither beside mla nor without a rope")
-            if set(self.layer_types or ()) - {"sliding_attention", "full_attention"}:
-                wrong.append("full_attention: layer_types are sliding or full")
-            if self.query_scale or self.attention_chunk_size or self.qk_norm == "l2":
-                wrong.append("full_attention: layers differ in windows and ropes alone")
-        if self.value_norm and self.mla:
-            wrong.append("value_norm: latent attention has none")
-        if self.position_offset < 0 or (self.position_offset and self.rope):
-            wrong.append(
-                f"position_offset {self.position_offset} must be at least 0, and 0 "
-                "with a rope"
-            )
-        return wrong
-
-    def _inconsistent_layers(self) -> list[str]:
-        layers, types = self.num_hidden_layers, self.layer_types
-        wrong = []
-        if types is not None and len(types) != layers:
-            wrong.append(f"layer_types has {len(types)} entries for {layers} layers")
-        if "sliding_attention" in (types or ()) and self.sliding_window is None:
-            wrong.append("layer_types slide, but sliding_window is None")
-        wrong += [
-            f"layer_types have {name}, but {part} is None"
-            for name, part in _PARTS.items()
-            if name in (types or ()) and getattr(self, part) is None
-        ]
-        if "chunked_attention" in (types or ()) and self.attention_chunk_size is None:
-            wrong.append("layer_types are chunked, but attention_chunk_size is None")
-        if self.dense_layers and self.moe is None:
-            wrong.append("dense_layers are set, but there is no moe")
-        listed = ("dense_layers", "no_rope_layers", "mixer_only_layers")
-        for name in (*listed, "cut_gate_layers"):
-            if outside := [i for i in getattr(self, name) if not 0 <= i < layers]:
-                wrong.append(f"{name} {outside} are none of the {layers} layers")
-        if types is not None and not wrong:
-            empty = [i for i in self.mixer_only_layers if types[i] == "none"]
-            wrong += [f"layer {i} has neither mixer nor MLP" for i in empty]
-        if "none" in (types or ()) or self.mixer_only_layers:
-            if self.norm_placement != "pre":
-                wrong.append("layers without mixer or MLP: norm_placement is 'pre'")
-        if self.rope is None and (self.sliding_rope or self.no_rope_layers):
-            wrong.append("sliding_rope and no_rope_layers need a rope")
-        return wrong
-
 
 _MIXERS: dict[str, Mixer | None] = {
     "short_conv": "short_conv",
@@ -547,15 +379,6 @@ _MIXERS: dict[str, Mixer | None] = {
     "none": None,
 }
 """Mixers by the type of a layer, but attention."""
-
-_PARTS = {
-    "short_conv": "short_conv",
-    "delta_net": "delta_net",
-    "mamba": "mamba",
-    "mamba1": "mamba1",
-    "attention_mamba": "mamba",
-}
-"""Fields with the sizes that layers of a type need."""
 
 _SIZES = (
     "vocab_size",

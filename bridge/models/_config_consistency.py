@@ -1,0 +1,196 @@
+"""Checks of a decoder's config: which of its fields contradict one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bridge.models._config import DecoderConfig
+
+MAX_LAYERS = 1000
+"""Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
+
+_PARTS = {
+    "short_conv": "short_conv",
+    "delta_net": "delta_net",
+    "mamba": "mamba",
+    "mamba1": "mamba1",
+    "attention_mamba": "mamba",
+}
+"""Fields with the sizes that layers of a type need."""
+
+
+def inconsistencies(config: DecoderConfig) -> list[str]:
+    """Returns what is wrong with fields that are each valid alone; empty if nothing.
+
+    Args:
+      config: Config whose fields have their types, and whose sizes are positive.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    wrong = []
+    if heads % kv_heads:
+        wrong.append(
+            f"num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {kv_heads}: query heads share key heads in "
+            "equal groups"
+        )
+    if config.rope_dim % 2:
+        wrong.append(
+            f"head_dim {config.head_dim} is odd, but rotary embedding rotates pairs"
+        )
+    for name in ("norm_eps", "initializer_range"):
+        if getattr(config, name) < 0:
+            wrong.append(f"{name} {getattr(config, name)} is negative")
+    if config.num_hidden_layers > MAX_LAYERS:
+        wrong.append(
+            f"num_hidden_layers {config.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
+        )
+    wrong += _inconsistent_features(config)
+    if config.logits_scaling == 0:
+        wrong.append("logits_scaling 0 divides the logits")
+    if config.mla and (kv_heads != heads or config.head_dim != config.mla.qk_head_dim):
+        wrong.append(
+            f"mla: num_key_value_heads {kv_heads} and head_dim {config.head_dim} "
+            f"must be {heads} and {config.mla.qk_head_dim}"
+        )
+    wrong += _inconsistent_indexers(config) + _inconsistent_sharing(config)
+    wrong += _inconsistent_streams(config)
+    return wrong + _inconsistent_layers(config)
+
+
+def _inconsistent_indexers(config: DecoderConfig) -> list[str]:
+    indexer, shared = config.indexer, config.shared_indexer_layers
+    if indexer is None:
+        return ["shared_indexer_layers are set, but indexer is None"] * bool(shared)
+    wrong = []
+    if config.mla is None or config.mla.q_lora_rank is None:
+        wrong.append("indexer: its queries are projected from mla.q_lora_rank")
+    elif indexer.head_dim < config.mla.qk_rope_head_dim:
+        wrong.append(
+            f"indexer.head_dim {indexer.head_dim} is below the "
+            f"{config.mla.qk_rope_head_dim} dims of mla.qk_rope_head_dim"
+        )
+    if set(config.layer_types or ()) - {"full_attention"} or config.sliding_window:
+        wrong.append("indexer: all layers are of full attention")
+    if outside := [i for i in shared if not 0 < i < config.num_hidden_layers]:
+        wrong.append(
+            f"shared_indexer_layers {outside}: behind the first layer, and of the "
+            f"{config.num_hidden_layers} layers"
+        )
+    return wrong
+
+
+def _inconsistent_sharing(config: DecoderConfig) -> list[str]:
+    if (sharing := config.kv_sharing) is None:
+        return []
+    first, wrong = config.num_hidden_layers - sharing.num_layers, []
+    if first < 1:
+        wrong.append(
+            f"kv_sharing.num_layers {sharing.num_layers} leaves none of the "
+            f"{config.num_hidden_layers} layers with keys and values"
+        )
+    types = config.layer_types or ()
+    if orphans := sorted(set(types[first:]) - set(types[:first])):
+        wrong.append(
+            f"kv_sharing: {', '.join(orphans)} comes behind layer {first} alone, "
+            "and no layer before has its keys and values"
+        )
+    if config.full_attention is None:
+        wrong.append("kv_sharing: full_attention tells its types of layers apart")
+    if config.moe is not None:
+        wrong.append("kv_sharing: its layers are dense, and moe is set")
+    beside = ("attention_gate", "clip_qkv", "qk_norm_after_rope", "multipliers")
+    wrong += [
+        f"kv_sharing: not beside {name}" for name in beside if getattr(config, name)
+    ]
+    return wrong
+
+
+def _inconsistent_streams(config: DecoderConfig) -> list[str]:
+    wrong = []
+    if config.altup is not None and config.per_layer_input is None:
+        wrong.append("altup: per_layer_input is what a layer adds to its streams")
+    if config.laurel_rank is not None and config.norm_placement != "both":
+        wrong.append("laurel_rank: norm_placement is 'both'")
+    kinds = set(config.layer_types or ("full_attention",))
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if others and (config.altup or config.laurel_rank):
+        wrong.append(f"altup and laurel_rank: not beside {', '.join(others)}")
+    if bool(config.cut_gate_layers) != (config.gate_sparsity is not None):
+        wrong.append("gate_sparsity and cut_gate_layers: both or neither")
+    if config.gate_sparsity is not None and not 0 < config.gate_sparsity < 1:
+        wrong.append(f"gate_sparsity {config.gate_sparsity}: between 0 and 1")
+    if config.cut_gate_layers and (config.moe or not config.gated_mlp):
+        wrong.append("cut_gate_layers: their MLPs are dense and gated")
+    return wrong
+
+
+def _inconsistent_features(config: DecoderConfig) -> list[str]:
+    wrong = []
+    if config.moe and config.hidden_act == "xielu":
+        wrong.append("hidden_act 'xielu': experts have no learned activation")
+    if config.moe and config.moe.expert_bias and not config.gated_mlp:
+        wrong.append("moe.expert_bias: only gated experts have biases")
+    if config.tie_word_embeddings and config.head_bias:
+        wrong.append("head_bias: a tied output projection has none")
+    if not config.norm_scale and (config.norm_bias or config.qk_norm or config.mla):
+        wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
+    if config.attention_gate and config.mla:
+        wrong.append("attention_gate: latent attention has none")
+    if config.rope is not None and config.learned_positions:
+        wrong.append("learned_positions: not beside a rope")
+    if config.alibi_bias_max is not None and (config.rope or config.mla):
+        wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
+    if config.qk_norm_after_rope and config.qk_norm is None:
+        wrong.append("qk_norm_after_rope is set, but qk_norm is None")
+    if (full := config.full_attention) is not None:
+        if config.num_attention_heads % full.num_key_value_heads:
+            wrong.append(
+                f"num_attention_heads {config.num_attention_heads} is not a multiple "
+                f"of full_attention.num_key_value_heads {full.num_key_value_heads}"
+            )
+        if config.mla or config.rope is None or config.no_rope_layers:
+            wrong.append("full_attention: neither beside mla nor without a rope")
+        if set(config.layer_types or ()) - {"sliding_attention", "full_attention"}:
+            wrong.append("full_attention: layer_types are sliding or full")
+        if config.query_scale or config.attention_chunk_size or config.qk_norm == "l2":
+            wrong.append("full_attention: layers differ in windows and ropes alone")
+    if config.value_norm and config.mla:
+        wrong.append("value_norm: latent attention has none")
+    if config.position_offset < 0 or (config.position_offset and config.rope):
+        wrong.append(
+            f"position_offset {config.position_offset} must be at least 0, and 0 "
+            "with a rope"
+        )
+    return wrong
+
+
+def _inconsistent_layers(config: DecoderConfig) -> list[str]:
+    layers, types = config.num_hidden_layers, config.layer_types
+    wrong = []
+    if types is not None and len(types) != layers:
+        wrong.append(f"layer_types has {len(types)} entries for {layers} layers")
+    if "sliding_attention" in (types or ()) and config.sliding_window is None:
+        wrong.append("layer_types slide, but sliding_window is None")
+    wrong += [
+        f"layer_types have {name}, but {part} is None"
+        for name, part in _PARTS.items()
+        if name in (types or ()) and getattr(config, part) is None
+    ]
+    if "chunked_attention" in (types or ()) and config.attention_chunk_size is None:
+        wrong.append("layer_types are chunked, but attention_chunk_size is None")
+    if config.dense_layers and config.moe is None:
+        wrong.append("dense_layers are set, but there is no moe")
+    listed = ("dense_layers", "no_rope_layers", "mixer_only_layers")
+    for name in (*listed, "cut_gate_layers"):
+        if outside := [i for i in getattr(config, name) if not 0 <= i < layers]:
+            wrong.append(f"{name} {outside} are none of the {layers} layers")
+    if types is not None and not wrong:
+        empty = [i for i in config.mixer_only_layers if types[i] == "none"]
+        wrong += [f"layer {i} has neither mixer nor MLP" for i in empty]
+    if "none" in (types or ()) or config.mixer_only_layers:
+        if config.norm_placement != "pre":
+            wrong.append("layers without mixer or MLP: norm_placement is 'pre'")
+    if config.rope is None and (config.sliding_rope or config.no_rope_layers):
+        wrong.append("sliding_rope and no_rope_layers need a rope")
+    return wrong
