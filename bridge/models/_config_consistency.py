@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bridge.models._config import DecoderConfig
+from typing import Any
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
@@ -20,11 +17,11 @@ _PARTS = {
 """Fields with the sizes that layers of a type need."""
 
 
-def inconsistencies(config: DecoderConfig) -> list[str]:
+def inconsistencies(config: Any) -> list[str]:
     """Returns what is wrong with fields that are each valid alone; empty if nothing.
 
     Args:
-      config: Config whose fields have their types, and whose sizes are positive.
+      config: `DecoderConfig`, which imports this module, whose fields have their types, and whose sizes are positive.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wrong = []
@@ -58,7 +55,7 @@ def inconsistencies(config: DecoderConfig) -> list[str]:
     return wrong + _inconsistent_layers(config)
 
 
-def _inconsistent_indexers(config: DecoderConfig) -> list[str]:
+def _inconsistent_indexers(config: Any) -> list[str]:
     indexer, shared = config.indexer, config.shared_indexer_layers
     if indexer is None:
         return ["shared_indexer_layers are set, but indexer is None"] * bool(shared)
@@ -80,7 +77,7 @@ def _inconsistent_indexers(config: DecoderConfig) -> list[str]:
     return wrong
 
 
-def _inconsistent_sharing(config: DecoderConfig) -> list[str]:
+def _inconsistent_sharing(config: Any) -> list[str]:
     if (sharing := config.kv_sharing) is None:
         return []
     first, wrong = config.num_hidden_layers - sharing.num_layers, []
@@ -106,7 +103,7 @@ def _inconsistent_sharing(config: DecoderConfig) -> list[str]:
     return wrong
 
 
-def _inconsistent_streams(config: DecoderConfig) -> list[str]:
+def _inconsistent_streams(config: Any) -> list[str]:
     wrong = []
     if config.altup is not None and config.per_layer_input is None:
         wrong.append("altup: per_layer_input is what a layer adds to its streams")
@@ -125,7 +122,7 @@ def _inconsistent_streams(config: DecoderConfig) -> list[str]:
     return wrong
 
 
-def _inconsistent_features(config: DecoderConfig) -> list[str]:
+def _inconsistent_features(config: Any) -> list[str]:
     wrong = []
     if config.moe and config.hidden_act == "xielu":
         wrong.append("hidden_act 'xielu': experts have no learned activation")
@@ -165,7 +162,7 @@ def _inconsistent_features(config: DecoderConfig) -> list[str]:
     return wrong
 
 
-def _inconsistent_layers(config: DecoderConfig) -> list[str]:
+def _inconsistent_layers(config: Any) -> list[str]:
     layers, types = config.num_hidden_layers, config.layer_types
     wrong = []
     if types is not None and len(types) != layers:
