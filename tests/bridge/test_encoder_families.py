@@ -143,6 +143,23 @@ def test_an_encoder_is_converted_back_by_the_same_rules(name):
     assert set(again) == left
 
 
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_without_classes_only_square_matrices_and_kernels_are_in_doubt(name, library):
+    encoder = ENCODERS[name]
+    net = random(encoder.torch)
+    like, forward = like_of(encoder, library, "own")
+    state = net.state_dict()
+    proposal = bridge.propose_rules(state, like, ignore=encoder.ignore)
+    for row in proposal.rows:
+        weight = state.get(f"{row.args[0]}.weight")
+        square = weight is not None and len(set(weight.shape[:2])) == 1
+        assert not row.doubts or square or "patch" in row.args[0], row
+    model = bridge.from_torch(state, like, proposal.rules, ignore=encoder.ignore)
+    want = torch_output(net, encoder.inputs())
+    assert error(forward(model, jnp.asarray(encoder.inputs())), want) <= RELATIVE
+
+
 class Parameters(torch.nn.Module):
     def __init__(self, **shapes: tuple[int, ...]):
         super().__init__()
