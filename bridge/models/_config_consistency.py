@@ -21,7 +21,8 @@ def inconsistencies(config: Any) -> list[str]:
     """Returns what is wrong with fields that are each valid alone; empty if nothing.
 
     Args:
-      config: `DecoderConfig`, which imports this module, whose fields have their types, and whose sizes are positive.
+      config: `DecoderConfig`, which imports this module, with fields of their types
+        and positive sizes.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wrong = []

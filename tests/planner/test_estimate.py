@@ -257,6 +257,7 @@ def test_an_optimizer_that_is_made_for_a_plan_is_made_for_that_of_the_gpus():
     found = fsdp.estimate_step(plan, *given, gpus=8, guide=False)
     fsdp.audit_step(found.plan, found.compiled)
     assert "all-to-all" in {row.op for row in found.sent}
-    message = facts("1 devices", "8 GPUs", "layer_wise(plan")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=facts("1 devices", "8 GPUs", "layer_wise(plan")
+    ):
         fsdp.estimate_step(plan, given[0], layer_wise(plan), given[2], gpus=8)
