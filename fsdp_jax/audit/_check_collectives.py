@@ -138,7 +138,9 @@ def is_dispatch(plan: Plan, one: CommunicatedArray) -> bool:
         return False
     if one.op == "all-reduce":
         return one.dtype == "s32"
-    is_of_tokens = len(one.sent) == 1 or (len(one.sent) == 2 and one.sent[-1] in widths)
+    is_of_tokens = len(one.sent) == 1 or (
+        len(one.sent) == 2 and one.sent[-1] in {1, *widths}
+    )
     return one.op == "ragged-all-to-all" or (one.op == "all-to-all" and is_of_tokens)
 
 

@@ -11,13 +11,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fsdp_jax.ops.moe._all_to_all import Exchange, exchange, segments_of, send_slices
-from fsdp_jax.ops.moe._gather_rows import inverse_of, rearrange
+from fsdp_jax.ops.moe._all_to_all import Exchange, segments_of
+from fsdp_jax.ops.moe._combine import combine
+from fsdp_jax.ops.moe._gather_rows import inverse_of
+from fsdp_jax.ops.moe._routes import CapacityRoute, RaggedRoute, Rows, Tokens
 
-Rows = Float[Array, "rows embed"]
 RunExperts = Callable[[Rows, Int[Array, " experts"] | np.ndarray], Rows]
-Tokens = Float[Array, "tokens embed"]
-PerChoice = Array  # [tokens, chosen]
 
 
 def expert_parallel_dispatch(
@@ -62,35 +61,38 @@ def expert_parallel_dispatch(
     tokens, chosen = experts.shape
     flat = experts.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat)  # stable: equal experts keep the tokens' order
-    back = inverse_of(order)
-    rows = rearrange(jnp.repeat(x, chosen, axis=0), order, back)
     counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
     with jax.named_scope("expert_dispatch"):
         if ranks == 1:
-            rows = run(rows, counts)
+            inverse = inverse_of(order)
+            route = RaggedRoute(order, inverse, None, None, None, None, chosen, None)
         else:
             most = tokens * min(chosen, local)
             form = Exchange(axis, len(flat), most, ranks * most)
-            rows = _run_elsewhere(run, rows, counts.reshape(ranks, local), form)
-    rows = rearrange(rows, back, order)
-    return _combine(rows, weights, x.dtype), jnp.zeros(tokens, jnp.int32)
+            route, counts = _ragged_route(
+                order, counts.reshape(ranks, local), chosen, form
+            )
+        rows = run(route.there(route.per_choice(x)), counts)
+        y = combine(route, rows, weights).astype(x.dtype)
+    return y, jnp.zeros(tokens, jnp.int32)
 
 
-def _run_elsewhere(
-    run: RunExperts, rows: Rows, counts: Int[Array, "ranks local"], form: Exchange
-) -> Rows:
-    """Runs rows sorted by expert through the experts of all ranks."""
+def _ragged_route(
+    order: Int[Array, " rows"],
+    counts: Int[Array, "ranks local"],
+    chosen: int,
+    form: Exchange,
+) -> tuple[RaggedRoute, Int[Array, " local"]]:
+    """Returns the route to the experts of all ranks, and the rows of each one here."""
     table = _of_all_ranks(counts, form.axis)
     there, back = segments_of(table.sum(-1), form.axis)
-    received = exchange(form, there, back, rows)
     mine = lax.dynamic_index_in_dim(
         table, lax.axis_index(form.axis), axis=1, keepdims=False
     )
-    # Received rows are sorted by source rank, then expert; `run` needs them by expert.
-    order = _by_expert(mine, form.room)
-    inverse = inverse_of(order)
-    out = run(rearrange(received, order, inverse), mine.sum(0))
-    return exchange(form.reversed, back, there, rearrange(out, inverse, order))
+    by_expert = _by_expert(mine, form.room)
+    inverse, by_source = inverse_of(order), inverse_of(by_expert)
+    route = RaggedRoute(order, inverse, there, back, by_expert, by_source, chosen, form)
+    return route, mine.sum(0)
 
 
 def _of_all_ranks(
@@ -163,16 +165,14 @@ def expert_capacity_dispatch(
     # Flattened choice-major, so that all first choices precede all second ones.
     item = jnp.full(places, slot.size, jnp.int32)
     item = item.at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop")
-    rows = rearrange(jnp.tile(x, (chosen, 1)), item, slot)
+    route = CapacityRoute(item, slot, chosen, ranks, local, capacity, axis)
     with jax.named_scope("expert_dispatch"):
-        rows = _swap(rows, ranks, local, capacity, axis)
         # A numpy array, so that `run` can see statically that all groups are equal.
         sizes = np.full(local, ranks * capacity, np.int32)
-        rows = run(rows, sizes)
-        rows = _swap_back(rows, ranks, local, capacity, axis)
-    rows = rearrange(rows, slot, item).reshape(chosen, tokens, -1).swapaxes(0, 1)
+        rows = run(route.there(route.per_choice(x)), sizes)
+        y = combine(route, rows, weights).astype(x.dtype)
     dropped = (~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
-    return _combine(rows, weights, x.dtype), dropped
+    return y, dropped
 
 
 def _slots(
@@ -186,40 +186,6 @@ def _slots(
     kept = position < capacity
     slot = jnp.where(kept, flat * capacity + position, num_experts * capacity)
     return slot.astype(jnp.int32), kept
-
-
-def _swap(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> Rows:
-    """Sends the slots of all experts to their ranks, and sorts rows by expert."""
-    if ranks == 1:
-        return rows
-    rows = _all_to_all(rows, axis)
-    rows = rows.reshape(ranks, local, capacity, -1).swapaxes(0, 1)
-    return rows.reshape(ranks * local * capacity, -1)
-
-
-def _swap_back(rows: Rows, ranks: int, local: int, capacity: int, axis: str) -> Rows:
-    """Inverts `_swap`."""
-    if ranks == 1:
-        return rows
-    rows = rows.reshape(local, ranks, capacity, -1).swapaxes(0, 1)
-    rows = rows.reshape(ranks * local * capacity, -1)
-    return _all_to_all(rows, axis)
-
-
-def _all_to_all(rows: Rows, axis: str) -> Rows:
-    return send_slices(
-        lambda rows: lax.all_to_all(
-            rows, axis, split_axis=0, concat_axis=0, tiled=True
-        ),
-        rows,
-    )
-
-
-def _combine(rows: Array, weights: PerChoice, dtype: jnp.dtype) -> Tokens:
-    """Returns the weighted sum of each token's expert outputs, added in float32."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    rows = rows.reshape(*weights.shape, -1).astype(wide)
-    return jnp.einsum("tce,tc->te", rows, weights.astype(wide)).astype(dtype)
 
 
 def _ranks_and_experts(axis: str, num_experts: int) -> tuple[int, int]:

@@ -1,0 +1,54 @@
+"""Weighted sum of the outputs of a token's experts, which are on other ranks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fsdp_jax.ops.moe._routes import Route, Rows, Tokens
+
+
+@jax.custom_vjp
+def combine(route: Route, out: Rows, weights: Float[Array, "tokens chosen"]) -> Tokens:
+    """Sends the experts' outputs back, and sums them by token.
+
+    The gradient of a weight is the product of an output with the gradient of the sum.
+    Backward takes it where the expert is: it sends the gradients of the sums there,
+    which those of the outputs need anyway, and one number of each choice back. So the
+    outputs that came back are not kept for backward, and a layer that is recomputed
+    does not send them again.
+
+    Args:
+      route: Route of the tokens.
+      out: Outputs of the experts of this rank, sorted by expert.
+      weights: Weight of each chosen expert's output.
+
+    Returns:
+      The weighted sums, added in float32 and rounded once to the dtype of `out`.
+    """
+    rows, wide = route.by_token(route.back(out)), _wide(out)
+    summed = jnp.einsum("tce,tc->te", rows.astype(wide), weights.astype(wide))
+    return summed.astype(out.dtype)
+
+
+def _forward(route, out, weights):
+    return combine(route, out, weights), (route, out, weights)
+
+
+def _backward(residuals, grad: Tokens):
+    route, out, weights = residuals
+    wide = _wide(out)
+    grads = route.there(route.per_choice(grad)).astype(wide)
+    scales = route.there(route.flat(weights.astype(wide)))
+    products = (out.astype(wide) * grads).sum(-1, keepdims=True)
+    of_weights = route.by_token(route.back(products))[..., 0]
+    of_out = (grads * scales).astype(out.dtype)
+    return None, of_out, of_weights.astype(weights.dtype)
+
+
+combine.defvjp(_forward, _backward)
+
+
+def _wide(out: Rows) -> jnp.dtype:
+    return jnp.promote_types(out.dtype, jnp.float32)

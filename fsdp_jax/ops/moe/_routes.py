@@ -1,0 +1,155 @@
+"""Routes of tokens to the ranks of their experts and back, for one set of choices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fsdp_jax.ops.moe._all_to_all import Exchange, Segments, exchange, send_slices
+from fsdp_jax.ops.moe._gather_rows import rearrange
+
+Rows = Float[Array, "rows embed"]
+Tokens = Float[Array, "tokens embed"]
+Index = Int[Array, " rows"]
+
+
+class Route(Protocol):
+    """A pytree of the arrays that a route needs; its methods differ in direction alone.
+
+    Rows are `[tokens * chosen, embed]` here, in the order of the route, and
+    `[room, embed]` where they are sorted by the experts of this rank.
+    """
+
+    def per_choice(self, x: Tokens) -> Rows:
+        """Repeats each token for each expert that it chose."""
+        ...
+
+    def flat(self, choices: Float[Array, "tokens chosen"]) -> Float[Array, "rows 1"]:
+        """Returns one number of each choice as rows."""
+        ...
+
+    def by_token(self, rows: Rows) -> Float[Array, "tokens chosen embed"]:
+        """Returns rows by the token and the choice that they belong to."""
+        ...
+
+    def there(self, rows: Rows) -> Rows:
+        """Sends rows to the ranks of their experts."""
+        ...
+
+    def back(self, rows: Rows) -> Rows:
+        """Sends rows back to the ranks of their tokens; zeros for dropped ones."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RaggedRoute:
+    """Route by which no token is dropped; ranks receive different numbers of rows.
+
+    Attributes:
+      order: Choice of each row that is sent, sorted by expert.
+      inverse: Row of each choice.
+      there_sizes: Row counts to the experts; None where all experts are here.
+      back_sizes: Row counts of the way back.
+      by_expert: Received row of each row by expert.
+      by_source: Row by expert of each received row.
+      chosen: Number of experts that a token chose.
+      form: Static shapes of the exchange.
+    """
+
+    order: Index
+    inverse: Index
+    there_sizes: Segments | None
+    back_sizes: Segments | None
+    by_expert: Index | None
+    by_source: Index | None
+    chosen: int = dataclasses.field(metadata={"static": True})
+    form: Exchange | None = dataclasses.field(metadata={"static": True})
+
+    def per_choice(self, x: Tokens) -> Rows:
+        return jnp.repeat(x, self.chosen, axis=0)
+
+    def flat(self, choices: Float[Array, "tokens chosen"]) -> Float[Array, "rows 1"]:
+        return choices.reshape(-1, 1)
+
+    def by_token(self, rows: Rows) -> Float[Array, "tokens chosen embed"]:
+        return rows.reshape(-1, self.chosen, rows.shape[-1])
+
+    def there(self, rows: Rows) -> Rows:
+        rows = rearrange(rows, self.order, self.inverse)
+        if self.form is None:
+            return rows
+        received = exchange(self.form, self.there_sizes, self.back_sizes, rows)
+        # Received rows are sorted by source rank, then expert.
+        return rearrange(received, self.by_expert, self.by_source)
+
+    def back(self, rows: Rows) -> Rows:
+        if self.form is not None:
+            rows = rearrange(rows, self.by_source, self.by_expert)
+            form = self.form.reversed
+            rows = exchange(form, self.back_sizes, self.there_sizes, rows)
+        return rearrange(rows, self.inverse, self.order)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CapacityRoute:
+    """Route of a fixed number of rows from each rank to each expert.
+
+    Rows are choice-major, so that all first choices precede all second ones.
+
+    Attributes:
+      item: Choice in each slot of an expert.
+      slot: Slot of each choice; out of range for a dropped one.
+      chosen: Number of experts that a token chose.
+      ranks: Number of ranks that share the experts.
+      local: Number of experts of a rank.
+      capacity: Number of slots of an expert for each rank.
+      axis: Mesh axis over which experts are split.
+    """
+
+    item: Index
+    slot: Index
+    chosen: int = dataclasses.field(metadata={"static": True})
+    ranks: int = dataclasses.field(metadata={"static": True})
+    local: int = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+    axis: str = dataclasses.field(metadata={"static": True})
+
+    def per_choice(self, x: Tokens) -> Rows:
+        return jnp.tile(x, (self.chosen, 1))
+
+    def flat(self, choices: Float[Array, "tokens chosen"]) -> Float[Array, "rows 1"]:
+        return choices.T.reshape(-1, 1)
+
+    def by_token(self, rows: Rows) -> Float[Array, "tokens chosen embed"]:
+        return rows.reshape(self.chosen, -1, rows.shape[-1]).swapaxes(0, 1)
+
+    def there(self, rows: Rows) -> Rows:
+        rows = rearrange(rows, self.item, self.slot)
+        if self.ranks == 1:
+            return rows
+        rows = self._all_to_all(rows)
+        rows = rows.reshape(self.ranks, self.local, self.capacity, -1).swapaxes(0, 1)
+        return rows.reshape(self.ranks * self.local * self.capacity, -1)
+
+    def back(self, rows: Rows) -> Rows:
+        if self.ranks > 1:
+            shape = (self.local, self.ranks, self.capacity, -1)
+            rows = rows.reshape(shape).swapaxes(0, 1)
+            rows = rows.reshape(self.ranks * self.local * self.capacity, -1)
+            rows = self._all_to_all(rows)
+        return rearrange(rows, self.slot, self.item)
+
+    def _all_to_all(self, rows: Rows) -> Rows:
+        def send(rows: Rows) -> Rows:
+            return lax.all_to_all(
+                rows, self.axis, split_axis=0, concat_axis=0, tiled=True
+            )
+
+        return send_slices(send, rows)
