@@ -13,7 +13,9 @@ from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm
-from bridge.models._float8 import Product, plain_product, products_of_layers
+from bridge.models._float8 import Product, plain_product
+from bridge.models._float8_grouped import GroupedProduct
+from bridge.models._grouped import grouped_matmul
 from bridge.models._layer_inputs import position_tables
 from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_loop import (
@@ -28,6 +30,7 @@ from bridge.models._layer_loop import (
     run_layers,
     sparse_layers,
 )
+from bridge.models._layer_products import LayerProducts, products_of_layers
 from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
@@ -77,9 +80,10 @@ class Decoder(nnx.Module):
       constrain: Sharding constraint of activations, with the signature of
         `unconstrained`.
       product: Product of the projections of attention and MLPs, such as
-        `float8_product`; embedding, head, routers and experts keep their dtype.
-      num_layers_at_start_in_bf16: Number of first layers whose projections multiply in
-        the dtype of the weights whatever `product` is.
+        `float8_product`; embedding, head and routers keep their dtype.
+      expert_product: Grouped product of experts, such as `float8_grouped_matmul`.
+      num_layers_at_start_in_bf16: Number of first layers that multiply in the dtype of
+        the weights whatever `product` and `expert_product` are.
       num_layers_at_end_in_bf16: Number of last layers likewise.
       positions: Function that returns positions if a call has none, with the signature
         of `positions_in_order`. For rows split over devices the right positions
@@ -112,6 +116,7 @@ class Decoder(nnx.Module):
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
         product: Product = plain_product,
+        expert_product: GroupedProduct = grouped_matmul,
         num_layers_at_start_in_bf16: int = 0,
         num_layers_at_end_in_bf16: int = 0,
         positions: Positions = positions_in_order,
@@ -127,7 +132,8 @@ class Decoder(nnx.Module):
         if batch_parts < 1:
             raise ValueError(f"batch_parts={batch_parts}: at least 1.")
         ends = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
-        self.products = products_of_layers(config.num_hidden_layers, product, *ends)
+        products = LayerProducts(product, expert_product)
+        self.products = products_of_layers(config.num_hidden_layers, products, *ends)
         self.config = config
         self.scan = scan
         self.constrain = constrain
@@ -165,7 +171,7 @@ class Decoder(nnx.Module):
                     dispatch=dispatch,
                     constrain=constrain,
                     recurrence=recurrence,
-                    product=self.products[0],
+                    products=self.products[0],
                     batch_parts=batch_parts,
                 )
 

@@ -18,11 +18,11 @@ from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._delta_net import DeltaNet
-from bridge.models._float8 import Product, plain_product
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._laurel import Laurel
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
+from bridge.models._layer_products import PLAIN, LayerProducts
 from bridge.models._layer_state import (
     AttentionMambaState,
     IndexedKeyValues,
@@ -34,6 +34,7 @@ from bridge.models._mamba import Mamba
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
+from bridge.models._moe import Experts as ExpertWeights
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
 from bridge.models._per_layer_input import PerLayerInput
@@ -120,7 +121,7 @@ class DecoderLayer(nnx.Module):
         `unconstrained`.
       recurrence: Function that runs mixers with a state, with the signature of
         `plain_recurrence`.
-      product: Product of the projections of attention and MLPs.
+      products: Products of projections and experts.
       batch_parts: Parts of the rows that run side by side, as for `Decoder`.
     """
 
@@ -135,7 +136,7 @@ class DecoderLayer(nnx.Module):
         dispatch: Dispatch = sorted_dispatch,
         constrain: Constrain = unconstrained,
         recurrence: Recurrence = plain_recurrence,
-        product: Product = plain_product,
+        products: LayerProducts = PLAIN,
         batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
@@ -185,8 +186,7 @@ class DecoderLayer(nnx.Module):
         self.constrain = constrain
         self.recurrence = recurrence
         self.batch_parts = batch_parts
-        for linear in _projections(self):
-            linear.product = product
+        _multiply_by(self, products)
 
     def __call__(
         self,
@@ -443,17 +443,25 @@ def _projections(layer: nnx.Module) -> Iterator[Linear]:
             yield from (one for one in vars(module).values() if isinstance(one, Linear))
 
 
-def with_product(layer: DecoderLayer, product: Product) -> DecoderLayer:
-    """Returns the layer with another product of its projections.
+def with_products(layer: DecoderLayer, products: LayerProducts) -> DecoderLayer:
+    """Returns the layer with other products.
 
     Args:
       layer: Layer, which stays as it is.
-      product: Product, as for `Decoder`.
+      products: Products of projections and experts.
     """
     copy = jax.tree.map(lambda leaf: leaf, layer)
-    for linear in _projections(copy):
-        linear.product = product
+    _multiply_by(copy, products)
     return copy
+
+
+def _multiply_by(layer: DecoderLayer, products: LayerProducts) -> None:
+    """Sets the products of a layer."""
+    for linear in _projections(layer):
+        linear.product = products.linear
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, ExpertWeights):
+            module.product = products.experts
 
 
 def _make_attention(

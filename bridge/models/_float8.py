@@ -55,40 +55,6 @@ def float8_product(
     return _matmul(x.reshape(-1, depth), kernel).reshape(*tokens, *out)
 
 
-def products_of_layers(
-    layers: int,
-    product: Product,
-    num_layers_at_start_in_bf16: int,
-    num_layers_at_end_in_bf16: int,
-) -> tuple[Product, ...]:
-    """Returns the product of each layer: plain in the first and last ones.
-
-    Args:
-      layers: Number of layers.
-      product: Product of the others.
-      num_layers_at_start_in_bf16: Number of first layers with `plain_product`.
-      num_layers_at_end_in_bf16: Number of last layers with it.
-
-    Raises:
-      ValueError: If there are not as many layers, or all have `plain_product` anyway.
-    """
-    start, end = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
-    given = f"num_layers_at_start_in_bf16={start}, num_layers_at_end_in_bf16={end}"
-    if start < 0 or end < 0 or start + end > layers:
-        raise ValueError(
-            f"{given}: each is at least 0, and together they are at most the {layers} "
-            "layers of this decoder."
-        )
-    if (start or end) and product is plain_product:
-        raise ValueError(
-            f"{given}: without a product of another precision all {layers} layers "
-            "multiply in the dtype of the weights. Set product=float8_product, or "
-            "leave both at 0."
-        )
-    middle = layers - start - end
-    return (plain_product,) * start + (product,) * middle + (plain_product,) * end
-
-
 class _Rounded(NamedTuple):
     """A tensor in float8.
 

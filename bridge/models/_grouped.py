@@ -63,7 +63,7 @@ def _grouped(
     expected: int, x: Rows, kernel: Kernel, group_sizes: Sizes
 ) -> Float[Array, "rows width"]:
     blocks = functools.partial(rows_in_blocks, expected=expected)
-    return _on_gpus(blocks, lax.ragged_dot, x, kernel, group_sizes)
+    return on_gpus(blocks, lax.ragged_dot, x, kernel, group_sizes)
 
 
 def _forward(expected, x, kernel, group_sizes):
@@ -88,13 +88,16 @@ def _backward(expected, saved, grad):
         )
 
     given = (x, kernel, group_sizes, grad)
-    return *_on_gpus(of_blocks, of_ragged_dot, *given), None
+    return *on_gpus(of_blocks, of_ragged_dot, *given), None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _on_gpus(blocks, ragged_dot, *args):
+def on_gpus(
+    blocks: Callable[..., Any], ragged_dot: Callable[..., Any], *args: Array
+) -> Any:
+    """Runs `blocks` on GPUs, and `ragged_dot` on other platforms."""
     return lax.platform_dependent(*args, cuda=blocks, rocm=blocks, default=ragged_dot)
 
 
@@ -128,8 +131,12 @@ def rows_in_blocks(
     *,
     transposed: bool = False,
     expected: int | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
-    """Computes `grouped_matmul` in blocks, by each group's matrix or its transpose."""
+    """Computes `grouped_matmul` in blocks, by each group's matrix or its transpose.
+
+    In `dtype`, or for None in the wider dtype of both.
+    """
     rounds = _Rounds.of(len(x), len(group_sizes), expected)
     size, visits, due = _visits(len(x), group_sizes, rounds.visits)
     contracted = 2 if transposed else 1
@@ -137,14 +144,15 @@ def rows_in_blocks(
     def visit(out, one):
         rows = lax.dynamic_slice_in_dim(x, one.start, size)
         matrix = lax.dynamic_index_in_dim(kernel, one.group, keepdims=False)
-        made = lax.dot_general(rows, matrix, (((1,), (contracted - 1,)), ((), ())))
+        dims = ((1,), (contracted - 1,)), ((), ())
+        made = lax.dot_general(rows, matrix, dims, preferred_element_type=dtype)
         before = lax.dynamic_slice_in_dim(out, one.start, size)
         # A block is visited once per group with rows in it: keep rows of other groups.
         made = jnp.where(one.is_in(size), made, before)
         return lax.dynamic_update_slice_in_dim(out, made, one.start, 0), None
 
     shape = len(x), kernel.shape[3 - contracted]
-    out = jnp.zeros(shape, jnp.result_type(x, kernel))
+    out = jnp.zeros(shape, dtype or jnp.result_type(x, kernel))
     return _each(visit, out, visits, due, rounds)
 
 

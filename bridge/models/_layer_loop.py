@@ -17,11 +17,11 @@ from bridge.models._decoder_layer import (
     Experts,
     PerLayer,
     Stream,
-    with_product,
+    with_products,
 )
-from bridge.models._float8 import Product
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
+from bridge.models._layer_products import LayerProducts
 from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
 from bridge.models._position_tables import PositionTables
 from bridge.models._positions import Ids
@@ -99,7 +99,7 @@ def run_layers(
     cache: Sequence[LayerState | None] | None = None,
     experts: Int[Array, "layers batch seq chosen"] | None = None,
     inputs_of_layers: Float[Array, "layers batch seq size"] | None = None,
-    products: Sequence[Product] | None = None,
+    products: Sequence[LayerProducts] | None = None,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
 
@@ -114,7 +114,7 @@ def run_layers(
       cache: Cache of each stack; None without one.
       experts: Experts of each token in each layer that has any; None if routers choose.
       inputs_of_layers: Input that each layer has of each token; None for none.
-      products: Product of the projections of each layer; None for those of the layers.
+      products: Products of each layer; None for those that the layers have.
 
     Returns:
       Residual stream, and one `y` per stack, with a leading layer dim.
@@ -218,13 +218,13 @@ def _period(unit: Unit) -> Unit:
 
 
 def _multiplied(unit: Unit) -> Unit:
-    """Returns a unit whose `static` is the product of its layer, or of each of them."""
+    """Returns a unit whose `static` is the products of its layer, or of each."""
 
     def run(layers: Any, x: Carry, *args: Any, static: Any) -> tuple[Carry, Any]:
         if isinstance(layers, DecoderLayer):
-            return unit(with_product(layers, static), x, *args)
+            return unit(with_products(layers, static), x, *args)
         pairs = zip(layers, static, strict=True)
-        return unit([with_product(*pair) for pair in pairs], x, *args)
+        return unit([with_products(*pair) for pair in pairs], x, *args)
 
     return run
 

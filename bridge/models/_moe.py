@@ -12,6 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._config import DecoderConfig
 from bridge.models._expert_split import ExpertKernels, is_split, run_split, split_axis
+from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
 from bridge.models._linear import Linear
 from bridge.models._mlp import ACTIVATIONS, MLP
@@ -112,6 +113,7 @@ class Experts(nnx.Module):
         self.down_bias = nnx.Param(zeros((experts, embed))) if biased else None
         self.moe = moe
         self.activation = config.hidden_act
+        self.product: GroupedProduct = grouped_matmul
 
     def __call__(
         self, x: Rows, group_sizes: Sizes, expected_rows: int | None = None
@@ -161,7 +163,7 @@ class Experts(nnx.Module):
     ) -> Rows:
         """Applies experts, or a part of the width of each, without the last bias."""
         product = partial(
-            _product, group_sizes=group_sizes, expected_rows=expected_rows
+            _product, self.product, group_sizes=group_sizes, expected_rows=expected_rows
         )
         if self.gate_up_proj is None:
             inside = ACTIVATIONS[self.activation](product(x, kernels.up))
@@ -201,6 +203,7 @@ def _halves(
 
 
 def _product(
+    multiply: GroupedProduct,
     x: Rows,
     kernel: Float[Array, "experts embed width"],
     group_sizes: Sizes,
@@ -211,9 +214,15 @@ def _product(
     Without a loop over blocks if XLA shards the matrix: it would add one collective per
     block to sum the partial products.
     """
-    if is_split():
+    if is_split() and multiply is grouped_matmul:
         return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
-    return grouped_matmul(x, kernel, group_sizes, expected_rows=expected_rows)
+    if is_split():
+        raise ValueError(
+            f"Experts of width {kernel.shape[-1]} that XLA splits over tp, in a "
+            "pipeline stage or unevenly, have no product in float8. Leave "
+            "expert_product=grouped_matmul, or use tp=1."
+        )
+    return multiply(x, kernel, group_sizes, expected_rows=expected_rows)
 
 
 def _owners(x: Rows, group_sizes: Sizes) -> Int[Array, " rows"]:

@@ -24,6 +24,7 @@ from bridge.models import (
     constant_paths,
     correction_bias_paths,
     expert_parallel_rules,
+    float8_grouped_matmul,
     float8_product,
     mxfp8_product,
     tensor_parallel_rules,
@@ -35,7 +36,7 @@ from fsdp_jax.cli._context_parallel import (
     check_context,
     decoder_options,
 )
-from fsdp_jax.cli._precision import Products
+from fsdp_jax.cli._precision import ExpertProducts, Products
 from fsdp_jax.cli._routing import CountingDecoder, Routing, router_losses
 from fsdp_jax.cli._score_head import ScoredDecoder
 
@@ -54,6 +55,7 @@ def plan_decoder(
     cp_form: CPForm = "ring",
     attention: WantedKernel = "auto",
     products: Products = "param_dtype",
+    expert_products: ExpertProducts = "param_dtype",
     num_layers_at_start_in_bf16: int = 0,
     num_layers_at_end_in_bf16: int = 0,
     batch_parts: int = 1,
@@ -75,6 +77,7 @@ def plan_decoder(
       cp_form: Context-parallel attention algorithm.
       attention: Attention kernel; auto for the first that the devices can run.
       products: Format of the operands of projections of attention and MLPs.
+      expert_products: Format of the operands of grouped products of experts.
       num_layers_at_start_in_bf16: Number of first layers that keep the compute dtype
         for these.
       num_layers_at_end_in_bf16: Number of last layers likewise.
@@ -84,6 +87,11 @@ def plan_decoder(
     """
     cp = mesh.shape["cp"]
     check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
+    if expert_products != "param_dtype" and config.moe is None:
+        raise ValueError(
+            f"expert_products={expert_products}: without effect, as the model has no "
+            "experts. Leave it out."
+        )
     routing = routing or Routing(router_dtype="model")
     fsdp_config = fsdp_config or fsdp.FSDPConfig()
     biases = correction_bias_paths(config)
@@ -103,6 +111,7 @@ def plan_decoder(
             functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
             decoder_options(cp, cp_form, attention)
             | ({} if products == "param_dtype" else {"product": _PRODUCTS[products]})
+            | ({} if expert_products == "param_dtype" else _FLOAT8_EXPERTS)
             | {
                 "num_layers_at_start_in_bf16": num_layers_at_start_in_bf16,
                 "num_layers_at_end_in_bf16": num_layers_at_end_in_bf16,
@@ -126,6 +135,7 @@ def plan_decoder(
 
 
 _PRODUCTS = {"float8": float8_product, "mxfp8": mxfp8_product}
+_FLOAT8_EXPERTS = {"expert_product": float8_grouped_matmul}
 
 
 def _frozen(config: DecoderConfig, given: fsdp.FSDPConfig) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import fsdp_jax as fsdp
 ParamGather = Literal["param_dtype", "float8", "mxfp8", "block_float8", "nvfp4"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 Products = Literal["param_dtype", "float8", "mxfp8"]
+ExpertProducts = Literal["param_dtype", "float8"]
 OffloadTo = Literal["optimizer", "all"]
 
 _GATHERS = {
@@ -38,6 +39,7 @@ class Precision:
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
       products: Format of the operands of projections of attention and MLPs.
+      expert_products: Format of the operands of grouped products of experts.
       num_layers_at_start_in_bf16: Number of first layers that multiply in bfloat16
         although others multiply in float8 or mxfp8.
       num_layers_at_end_in_bf16: Number of last layers likewise.
@@ -47,6 +49,7 @@ class Precision:
     param_dtype: ParamDtype = "float32"
     param_gather: ParamGather = "param_dtype"
     products: Products = "param_dtype"
+    expert_products: ExpertProducts = "param_dtype"
     num_layers_at_start_in_bf16: int = 0
     num_layers_at_end_in_bf16: int = 0
     loss_scale: float | None = None
@@ -61,12 +64,17 @@ class Precision:
                 f"--loss-scale {scale} is for --param-dtype float16, and this is "
                 f"{self.param_dtype}"
             )
-        narrow = self.products != "param_dtype"
-        if narrow and self.param_dtype != "bfloat16":
-            wrong.append(
-                f"--products {self.products} is for --param-dtype bfloat16, whose "
-                f"range it needs for all else, and this is {self.param_dtype}"
-            )
+        narrow = [
+            f"--{name.replace('_', '-')} {getattr(self, name)}"
+            for name in ("products", "expert_products")
+            if getattr(self, name) != "param_dtype"
+        ]
+        if self.param_dtype != "bfloat16":
+            wrong += [
+                f"{option} is for --param-dtype bfloat16, whose range it needs for all "
+                f"else, and this is {self.param_dtype}"
+                for option in narrow
+            ]
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             number, option = getattr(self, name), f"--{name.replace('_', '-')}"
             if number < 0:

@@ -16,6 +16,7 @@ from fsdp_jax.cli._decoder import loss_of, plan_decoder
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
 from fsdp_jax.cli._options import Devices
 from fsdp_jax.cli._precision import (
+    ExpertProducts,
     OffloadTo,
     ParamDtype,
     ParamGather,
@@ -53,6 +54,7 @@ class StepSpec:
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
       products: Format of the operands of projections of attention and MLPs.
+      expert_products: Format of the operands of grouped products of experts.
       num_layers_at_start_in_bf16: Number of first layers that keep bfloat16 for these.
       num_layers_at_end_in_bf16: Number of last layers likewise.
       optimizer_bits: Bits of an element of AdamW's moments.
@@ -70,6 +72,7 @@ class StepSpec:
     param_dtype: ParamDtype
     param_gather: ParamGather
     products: Products
+    expert_products: ExpertProducts
     num_layers_at_start_in_bf16: int
     num_layers_at_end_in_bf16: int
     optimizer_bits: OptimizerBits
@@ -142,6 +145,7 @@ class StepSpec:
             cp_form=self.strategy.cp_algorithm,
             attention=self.strategy.attention,
             products=self.products,
+            expert_products=self.expert_products,
             num_layers_at_start_in_bf16=self.num_layers_at_start_in_bf16,
             num_layers_at_end_in_bf16=self.num_layers_at_end_in_bf16,
             batch_parts=self.strategy.batch_parts,
@@ -162,6 +166,7 @@ class StepSpec:
             self.param_dtype,
             self.param_gather,
             self.products,
+            self.expert_products,
             self.num_layers_at_start_in_bf16,
             self.num_layers_at_end_in_bf16,
         )

@@ -13,7 +13,13 @@ from fsdp_jax.cli._data_config import Objective, Overlong, RowsOf, Tokenizer, Tr
 from fsdp_jax.cli._lora import BaseDType
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerName, ScheduleShape
 from fsdp_jax.cli._options import IgnoreField, Unset
-from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Products
+from fsdp_jax.cli._precision import (
+    ExpertProducts,
+    OffloadTo,
+    ParamDtype,
+    ParamGather,
+    Products,
+)
 from fsdp_jax.cli._routing import Over, RouterDtype
 
 
@@ -153,7 +159,9 @@ class PrecisionOptions:
       products: Format in which the projections of attention and MLPs are multiplied:
         float8 for e4m3 forward and e5m2 backward, with current scaling; mxfp8 for e4m3
         with a scale for each 32 numbers, which Blackwell GPUs multiply; default
-        --param-dtype. Embedding, head, norms, routers and experts keep that.
+        --param-dtype. Embedding, head, norms and routers keep that.
+      expert_products: Format in which experts are multiplied: float8, as of --products;
+        default --param-dtype.
       num_layers_at_start_in_bf16: Number of first layers that keep bfloat16 beside
         other --products; default 0.
       num_layers_at_end_in_bf16: Number of last layers that keep it; default 0.
@@ -169,6 +177,7 @@ class PrecisionOptions:
     param_dtype: Unset[ParamDtype] = None
     param_gather: Unset[ParamGather] = None
     products: Unset[Products] = None
+    expert_products: Unset[ExpertProducts] = None
     num_layers_at_start_in_bf16: Unset[int] = None
     num_layers_at_end_in_bf16: Unset[int] = None
     loss_scale: Unset[float] = None

@@ -129,6 +129,11 @@ def test_float16_has_a_loss_scale_that_finds_its_size(train, losses):
     [
         (["--loss-scale", "8"], "is for --param-dtype float16, and this is float32"),
         (["--param-dtype", "float16", "--loss-scale", "0"], "--loss-scale 0.0: a fin"),
+        (["--expert-products", "float8"], "--expert-products float8 is for --param-dt"),
+        (
+            ["--param-dtype", "bfloat16", "--expert-products", "float8"],
+            "expert_products=float8: without effect",
+        ),
         (
             ["--num-layers-at-start-in-bf16", "1"],
             "--num-layers-at-start-in-bf16 1 is for --products float8 or mxfp8",

@@ -14,8 +14,8 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer, float8_product
-from bridge.models._float8 import plain_product
 from bridge.models._layer_loop import plain_scan
+from bridge.models._layer_products import PLAIN, LayerProducts
 from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
 from fsdp_jax.cli._precision import Products
 
@@ -97,7 +97,7 @@ def test_each_layer_multiplies_as_if_it_were_alone():
 def test_a_stack_stays_one_as_it_is_in_files():
     kept = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
     model = nnx.eval_shape(lambda: decoder(plain_scan, **kept))
-    assert model.products == (plain_product, float8_product, *[plain_product] * 2)
+    assert model.products == (PLAIN, LayerProducts(float8_product), PLAIN, PLAIN)
     assert isinstance(model.layers, DecoderLayer)
 
 

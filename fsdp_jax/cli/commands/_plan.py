@@ -18,7 +18,13 @@ from fsdp_jax.cli._model_source import open_hf, read_config
 from fsdp_jax.cli._optimizer import OptimizerBits
 from fsdp_jax.cli._options import Group, IgnoreField, Repeated, Unset
 from fsdp_jax.cli._plan_sweep import sweep_meshes
-from fsdp_jax.cli._precision import OffloadTo, ParamDtype, ParamGather, Products
+from fsdp_jax.cli._precision import (
+    ExpertProducts,
+    OffloadTo,
+    ParamDtype,
+    ParamGather,
+    Products,
+)
 from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._speeds import Speeds
@@ -66,6 +72,7 @@ class Plan:
       param_dtype: Dtype that weights are gathered and computed in.
       param_gather: Format in which the matrices of layers are communicated.
       products: Format of the operands of projections of attention and MLPs.
+      expert_products: Format of the operands of grouped products of experts.
       num_layers_at_start_in_bf16: Number of first layers that keep bfloat16 beside
         other --products.
       num_layers_at_end_in_bf16: Number of last layers that keep it.
@@ -106,6 +113,7 @@ class Plan:
     param_dtype: ParamDtype = "bfloat16"
     param_gather: ParamGather = "param_dtype"
     products: Products = "param_dtype"
+    expert_products: ExpertProducts = "param_dtype"
     num_layers_at_start_in_bf16: int = 0
     num_layers_at_end_in_bf16: int = 0
     optimizer_bits: OptimizerBits = 32
@@ -166,6 +174,7 @@ class Plan:
             param_dtype=self.param_dtype,
             param_gather=self.param_gather,
             products=self.products,
+            expert_products=self.expert_products,
             num_layers_at_start_in_bf16=self.num_layers_at_start_in_bf16,
             num_layers_at_end_in_bf16=self.num_layers_at_end_in_bf16,
             optimizer_bits=self.optimizer_bits,

@@ -244,6 +244,7 @@ def _make_plan(
         cp_form=train.strategy.cp_algorithm,
         attention=train.strategy.attention,
         products=config.precision.products,
+        expert_products=config.precision.expert_products,
         num_layers_at_start_in_bf16=config.precision.num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=config.precision.num_layers_at_end_in_bf16,
         batch_parts=train.strategy.batch_parts,
