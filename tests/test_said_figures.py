@@ -418,6 +418,14 @@ def test_annotations_alone_are_slower_in_scans_as_said():
         for m in ("scanned", "reference")
     ]
     assert "take {:.1f} and {:.1f} times as long".format(*ratios) in said(BRING)
+    memory = [
+        row["compiled_gb"] / rows[model, gpus, "prefetch=1"]["compiled_gb"]
+        for (model, gpus, order), row in rows.items()
+        if order == "annotations" and model not in ("scanned", "reference")
+    ]
+    assert f"need {min(memory):.1f} to {max(memory):.1f} times the memory" in said(
+        BRING
+    )
     for one in found:
         if "faster_than_annotations" in one and one["model"] != "scanned":
             assert one["faster_than_annotations"] < 1
