@@ -14,6 +14,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.planner.liveness._operations import Program, Value
 from fsdp_jax.sharding._offload import HOST, optimizer_on_host, params_on_host
 from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.sharding._streaming import streamed_bytes
 from fsdp_jax.training._state import TrainState
 
 
@@ -40,15 +41,23 @@ class Offloaded:
         return max(self.fetched, self.returned) / bandwidth
 
 
-def offloaded(plan: Plan, state: TrainState) -> Offloaded:
-    """Counts the bytes of an abstract state that are stored on the host."""
+def offloaded(plan: Plan, state: TrainState, num_microbatches: int = 1) -> Offloaded:
+    """Counts the bytes of an abstract state that are stored on the host.
+
+    Args:
+      plan: Plan of the step.
+      state: Abstract train state.
+      num_microbatches: Number of microbatches; each fetches streamed weights twice.
+    """
     params, optimizer = (
         sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
         for tree in _split(plan, state)[1]
     )
-    # Weights are fetched at the beginning of the step, and again for the update.
-    both = params + optimizer
-    return Offloaded(both, both + params, both)
+    # Weights are fetched at the beginning of the step, and again for the update; those
+    # that are streamed in forward and in backward in the place of the former.
+    both, streamed = params + optimizer, streamed_bytes(plan.mesh, plan.param_plans)
+    again = params - streamed + 2 * num_microbatches * streamed
+    return Offloaded(both, both + again, both)
 
 
 def resident(plan: Plan, state: TrainState) -> TrainState:
@@ -76,7 +85,7 @@ def entered(plan: Plan, program: Program) -> Set[Value]:
             param.precision.param,
         )
         for param, leaf in zip(plan.param_plans, leaves, strict=True)
-        if offload.moves(leaf) and param.gather is None
+        if offload.moves(leaf) and param.gather is None and not param.is_streamed
     }
     return {v for v in program.inputs if (math.prod(v.shape), v.dtype) in made}
 
