@@ -15,6 +15,7 @@ from fsdp_jax.planner.liveness._operations import Program, Value
 from fsdp_jax.sharding._offload import HOST, optimizer_on_host, params_on_host
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._streaming import streamed_bytes
+from fsdp_jax.step._host_streaming import AHEAD
 from fsdp_jax.training._state import TrainState
 
 
@@ -64,6 +65,27 @@ def resident(plan: Plan, state: TrainState) -> TrainState:
     """Returns the abstract state without the leaves stored on the host."""
     params, opt_state = _split(plan, state)[0]
     return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+def update_bytes(plan: Plan, state: TrainState) -> int:
+    """Returns bytes of offloaded state on one device when its update holds the most.
+
+    `AHEAD` parameters are there with their state, and new values of one more go back.
+
+    Args:
+      plan: Plan of the step.
+      state: Abstract train state.
+    """
+    params, opt_state = _split(plan, state)[1]
+    paths, _ = jax.tree_util.tree_flatten_with_path(state.params)
+    sizes = {path: 0 for path, _ in paths}
+    for path, leaf in jax.tree_util.tree_flatten_with_path((params, opt_state))[0]:
+        suffixes = (path[start:] for start in range(len(path)))
+        if (own := next((end for end in suffixes if end in sizes), None)) is not None:
+            sizes[own] += _bytes(leaf)
+    found = list(sizes.values())
+    ahead = (sum(found[at : at + AHEAD]) for at in range(len(found)))
+    return max(ahead, default=0) + max(found, default=0)
 
 
 def entered(plan: Plan, program: Program) -> Set[Value]:

@@ -101,3 +101,73 @@ def test_steps_are_the_same_to_the_bit(case):
         for offload in (WHOLE, STREAM)
     )
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_evaluation_streams_too():
+    losses = []
+    for offload in (WHOLE, STREAM):
+        plan = plan_of(offload)
+        params = fsdp.init_params(plan, jax.random.key(0))
+        evaluate = fsdp.make_eval_step(plan, loss_fn)
+        losses.append(float(evaluate(params, rows())["loss"]))
+    assert losses[0] == losses[1]
+
+
+def test_the_stacks_stay_on_the_host_and_slices_are_copied():
+    # With rows on a device the loop holds no stack there, but slices of one unit.
+    counts = {}
+    for offload in (WHOLE, STREAM):
+        plan = plan_of(offload, devices=1)
+        step = fsdp.make_train_step(plan, loss_fn, optax.sgd(0.1))
+        state = fsdp.abstract_state(plan, optax.sgd(0.1))
+        text = str(step.jitted.trace(state, rows()).jaxpr)
+        stack, unit = f"[{LAYERS},{EMBED},{MLP}]", f"[{EMBED},{MLP}]"
+        copied = {shape: f"f32<host>{shape}" in text for shape in (stack, unit)}
+        counts[offload] = copied[unit], copied[stack]
+    assert counts == {WHOLE: (False, True), STREAM: (True, True)}
+
+
+def test_a_plan_says_what_is_streamed():
+    plan = plan_of(STREAM)
+    names = [param.name for param in plan.param_plans if param.is_streamed]
+    # Norms are smaller than `min_elements`; the head is in no unit.
+    assert names == ["layers.down", "layers.up"]
+    # float32, split over 8 devices.
+    size = 2 * EMBED * MLP * 4 // 8
+    said = f"streamed from the host: {LAYERS * size / 1024:.2f} KiB of 2 parameters"
+    assert said in repr(plan) and f"{size} B in the largest" in repr(plan)
+    assert "streamed" not in repr(plan_of(WHOLE))
+
+
+def test_what_cannot_be_streamed_is_refused_with_all_reasons():
+    with pytest.raises(ValueError, match=facts("stream_params=True", "params=True")):
+        fsdp.OffloadPolicy(stream_params=True)
+    gather = fsdp.MixedPrecisionPolicy(
+        param_gather=fsdp.sharding.Float8Gather(min_elements=100)
+    )
+    wrong = {
+        "prefetch": ({"prefetch": 0}, ("prefetch=0",)),
+        "reshard": (
+            {"reshard_after_forward": False, "mp_policy": gather},
+            ("reshard_after_forward=False", "param_gather", "layers.up"),
+        ),
+        "ZeRO-2": ({"zero_dp_strategy": 2}, ("zero_dp_strategy=3", "layers.up")),
+        "no stack": ({"units": ()}, ("(root)", "fsdp.Stacked(...)")),
+    }
+    for config, said in wrong.values():
+        with pytest.raises(ValueError, match=facts("stream_params=True", *said)):
+            plan_of(STREAM, **config)
+    for axis in ("tp", "pp"):
+        mesh = fsdp.make_mesh(**{axis: 2})
+        split = {"tensor_parallel": {"layers.up": 1}} if axis == "tp" else {}
+        config = fsdp.FSDPConfig(offload=STREAM, **split)
+        with pytest.raises(ValueError, match=facts("stream_params=True", f"{axis}=2")):
+            fsdp.fully_shard(make_weights, mesh, [fsdp.Stacked("layers")], config)
+
+
+def test_a_loop_that_does_not_gather_ahead_is_refused():
+    plan = plan_of(STREAM)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    compute = fsdp.value_and_grad(plan, gathered_when_it_begins)
+    with pytest.raises(ValueError, match=facts("prefetch=0", "layers.up")):
+        compute(params, rows())
