@@ -17,6 +17,7 @@ from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._streaming import streamed_bytes
 from fsdp_jax.step._host_streaming import AHEAD
 from fsdp_jax.training._state import TrainState
+from fsdp_jax.training._trainable import trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +51,18 @@ def offloaded(plan: Plan, state: TrainState, num_microbatches: int = 1) -> Offlo
       state: Abstract train state.
       num_microbatches: Number of microbatches; each fetches streamed weights twice.
     """
+    trees = _split(plan, state)[1]
     params, optimizer = (
-        sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
-        for tree in _split(plan, state)[1]
+        sum(_bytes(leaf) for leaf in jax.tree.leaves(tree)) for tree in trees
     )
+    # The update neither reads nor writes frozen weights.
+    updated = sum(_bytes(leaf) for leaf in jax.tree.leaves(trainable(plan, trees[0])))
+    updated += optimizer
     # Weights are fetched at the beginning of the step, and again for the update; those
     # that are streamed in forward and in backward in the place of the former.
-    both, streamed = params + optimizer, streamed_bytes(plan.mesh, plan.param_plans)
-    again = params - streamed + 2 * num_microbatches * streamed
-    return Offloaded(both, both + again, both)
+    streamed = streamed_bytes(plan.mesh, plan.param_plans)
+    used = params - streamed + 2 * num_microbatches * streamed
+    return Offloaded(params + optimizer, used + updated, updated)
 
 
 def resident(plan: Plan, state: TrainState) -> TrainState:
@@ -77,6 +81,7 @@ def update_bytes(plan: Plan, state: TrainState) -> int:
       state: Abstract train state.
     """
     params, opt_state = _split(plan, state)[1]
+    params = trainable(plan, params)
     paths, _ = jax.tree_util.tree_flatten_with_path(state.params)
     sizes = {path: 0 for path, _ in paths}
     for path, leaf in jax.tree_util.tree_flatten_with_path((params, opt_state))[0]:

@@ -224,7 +224,9 @@ def _unsplit(
         unit_policy=UnitPolicy(
             reshard=config.reshard_after_forward and unit != ROOT,
             remat_policy=config.remat_policy,
-            prefetch=config.prefetch if axes_in_use(mesh, DATA_AXES) or streams(config) else 0,
+            prefetch=config.prefetch
+            if axes_in_use(mesh, DATA_AXES) or streams(config)
+            else 0,
         ),
         is_under_tp=mesh.shape["tp"] > 1,
     )

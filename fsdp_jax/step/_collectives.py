@@ -203,7 +203,9 @@ def marked_zeros(param: ParamPlan, value: Any) -> Any:
     zeros = jnp.zeros_like(value)
     marked = mark_gradient(zeros, param.name, param.ndim_in_unit)
     # jax wants a cotangent in the memory of its value.
-    return jax.device_put(marked, jax.memory.Space.Host) if param.is_streamed else marked
+    return (
+        jax.device_put(marked, jax.memory.Space.Host) if param.is_streamed else marked
+    )
 
 
 def accumulated(param: ParamPlan, grad: Array, new: Array) -> Array:

@@ -170,7 +170,9 @@ class _Scans:
         if not units:
             return [eqn]
         if is_in(eqn.source_info.name_stack, AS_WRITTEN):
-            self._refuse_streamed(units, "its fsdp.scan(prefetch=0) gathers at its entry")
+            self._refuse_streamed(
+                units, "its fsdp.scan(prefetch=0) gathers at its entry"
+            )
             return [eqn]
         try:
             if not any(leaves):

@@ -79,9 +79,7 @@ def _in_same_memory(leaf: Array, cotangent: Array) -> Array | None:
         return cotangent
     is_array = cotangent.dtype != jax.dtypes.float0
     return (
-        cotangent
-        if is_array and jax.typeof(cotangent).memory_space == host
-        else None
+        cotangent if is_array and jax.typeof(cotangent).memory_space == host else None
     )
 
 
