@@ -28,15 +28,15 @@ class OffloadPolicy:
       params: Offload the main weights. The shards that units gather, in the compute
         dtype or quantized, are made of them when a step begins and stay on the device
         until they are gathered last, so this pays where that dtype is narrower.
+      min_elements: Number of elements below which an array stays in device memory.
+      optimizer_fraction: Largest fraction of the bytes of the optimizer state's large
+        arrays to offload, above 0 and at most 1. They are taken in the order of the
+        state, first moments before second ones, each that still fits.
       stream_params: Leave the main weights of stacked units on the host during a step
         too, and copy the slice of one unit at a time, ahead of its gather, in forward
         and again in backward: weights of `FSDPConfig(prefetch=) + 1` units are on the
         device. The copies are in the stored dtype, twice a microbatch. All other
         offloaded weights are copied when a step begins. Needs `params=True`.
-      min_elements: Number of elements below which an array stays in device memory.
-      optimizer_fraction: Largest fraction of the bytes of the optimizer state's large
-        arrays to offload, above 0 and at most 1. They are taken in the order of the
-        state, first moments before second ones, each that still fits.
 
     Raises:
       ValueError: If neither `optimizer` nor `params` is set, `stream_params` is set

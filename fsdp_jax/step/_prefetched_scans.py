@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core
 
 from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
@@ -332,7 +333,7 @@ def _spliced(eqn: Any, run: Callable[..., Any], env: dict[Any, Any]) -> list[Any
     """
     # With their memory spaces, which `ShapeDtypeStruct` has no place for.
     avals = [
-        jax.core.ShapedArray(
+        ShapedArray(
             v.aval.shape,
             v.aval.dtype,
             weak_type=_is_weak(v),

@@ -16,6 +16,7 @@ TX = optax.adamw(1e-2)
 LAYERS, EMBED, MLP, ROWS = 4, 16, 32, 16
 WHOLE = fsdp.OffloadPolicy(params=True, min_elements=100)
 STREAM = fsdp.OffloadPolicy(params=True, min_elements=100, stream_params=True)
+UNITS = (fsdp.Stacked("layers"),)
 BF16 = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
 
 
@@ -41,6 +42,11 @@ def loss_fn(weights, batch, **options):
     return jnp.mean((x @ weights["head"] - batch["y"]).astype(jnp.float32) ** 2)
 
 
+def features(weights, batch):
+    x = batch["x"].astype(weights["head"].dtype)
+    return fsdp.scan(layer, weights["layers"], x)[0]
+
+
 def asked_of_the_scan(weights, batch):
     return loss_fn(weights, batch, prefetch=2)
 
@@ -62,7 +68,7 @@ def rows():
     return {k: random.normal(size=s).astype(np.float32) for k, s in shapes.items()}
 
 
-def plan_of(offload, devices=8, units=(fsdp.Stacked("layers"),), **config):
+def plan_of(offload, devices=8, units=UNITS, **config):
     config = {"mp_policy": BF16} | config
     mesh = fsdp.make_mesh(devices=jax.devices()[:devices])
     return fsdp.fully_shard(
@@ -103,14 +109,17 @@ def test_steps_are_the_same_to_the_bit(case):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_evaluation_streams_too():
-    losses = []
+def test_evaluation_and_forward_stream_too():
+    losses, outputs = [], []
     for offload in (WHOLE, STREAM):
         plan = plan_of(offload)
         params = fsdp.init_params(plan, jax.random.key(0))
         evaluate = fsdp.make_eval_step(plan, loss_fn)
+        forward = fsdp.make_forward(plan, features)
         losses.append(float(evaluate(params, rows())["loss"]))
+        outputs.append(np.asarray(forward(params, rows())))
     assert losses[0] == losses[1]
+    np.testing.assert_array_equal(*outputs)
 
 
 def test_the_stacks_stay_on_the_host_and_slices_are_copied():
