@@ -11,8 +11,12 @@ import fsdp_jax as fsdp
 ParamGather = Literal["param_dtype", "float8", "mxfp8", "block_float8", "nvfp4"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 Products = Literal["param_dtype", "float8", "mxfp8"]
+<<<<<<< HEAD
 ExpertProducts = Literal["param_dtype", "float8"]
 OffloadTo = Literal["optimizer", "all"]
+=======
+OffloadTo = Literal["optimizer", "all", "stream"]
+>>>>>>> d
 
 _GATHERS = {
     "param_dtype": None,
@@ -25,6 +29,7 @@ _OFFLOADS = {
     None: None,
     "optimizer": fsdp.OffloadPolicy(),
     "all": fsdp.OffloadPolicy(params=True),
+    "stream": fsdp.OffloadPolicy(params=True, stream_params=True),
 }
 
 

@@ -169,7 +169,7 @@ class PrecisionOptions:
         float16; it is halved on overflow. Default 65536 with --param-dtype float16,
         none otherwise.
       offload: State kept in host memory: the optimizer's, or the float32 weights too
-        (all); default none.
+        (all), those of layers copied one layer at a time (stream); default none.
       fused_loss: Computes logits by chunks of the vocabulary, and again for backward:
         less memory, more work.
     """

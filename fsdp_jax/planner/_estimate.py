@@ -118,7 +118,9 @@ def estimate_step(
         compiled_bytes=compiled_bytes(scheduled.compiled)
         + workspace_bytes(kernels_of(scheduled.schedule)),
         memory=predict_memory(plan, state, abstract_batch, traced),
-        offloaded=offloaded(plan, state) if plan.config.offload else None,
+        offloaded=offloaded(plan, state, step.num_microbatches)
+        if plan.config.offload
+        else None,
         sent=sent_rows(scheduled.timeline, plan),
         tokens=tokens,
         model_flops=model_flops(plan, loss_fn, abstract_batch, **form) / count,

@@ -14,7 +14,10 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.planner.liveness._operations import Program, Value
 from fsdp_jax.sharding._offload import HOST, optimizer_on_host, params_on_host
 from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.sharding._streaming import streamed_bytes
+from fsdp_jax.step._host_streaming import AHEAD
 from fsdp_jax.training._state import TrainState
+from fsdp_jax.training._trainable import trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +43,54 @@ class Offloaded:
         return max(self.fetched, self.returned) / bandwidth
 
 
-def offloaded(plan: Plan, state: TrainState) -> Offloaded:
-    """Counts the bytes of an abstract state that are stored on the host."""
+def offloaded(plan: Plan, state: TrainState, num_microbatches: int = 1) -> Offloaded:
+    """Counts the bytes of an abstract state that are stored on the host.
+
+    Args:
+      plan: Plan of the step.
+      state: Abstract train state.
+      num_microbatches: Number of microbatches; each fetches streamed weights twice.
+    """
+    trees = _split(plan, state)[1]
     params, optimizer = (
-        sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
-        for tree in _split(plan, state)[1]
+        sum(_bytes(leaf) for leaf in jax.tree.leaves(tree)) for tree in trees
     )
-    # Weights are fetched at the beginning of the step, and again for the update.
-    both = params + optimizer
-    return Offloaded(both, both + params, both)
+    # The update neither reads nor writes frozen weights.
+    updated = sum(_bytes(leaf) for leaf in jax.tree.leaves(trainable(plan, trees[0])))
+    updated += optimizer
+    # Weights are fetched at the beginning of the step, and again for the update; those
+    # that are streamed in forward and in backward in the place of the former.
+    streamed = streamed_bytes(plan.mesh, plan.param_plans)
+    used = params - streamed + 2 * num_microbatches * streamed
+    return Offloaded(params + optimizer, used + updated, updated)
 
 
 def resident(plan: Plan, state: TrainState) -> TrainState:
     """Returns the abstract state without the leaves stored on the host."""
     params, opt_state = _split(plan, state)[0]
     return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+def update_bytes(plan: Plan, state: TrainState) -> int:
+    """Returns bytes of offloaded state on one device when its update holds the most.
+
+    `AHEAD` parameters are there with their state, and new values of one more go back.
+
+    Args:
+      plan: Plan of the step.
+      state: Abstract train state.
+    """
+    params, opt_state = _split(plan, state)[1]
+    params = trainable(plan, params)
+    paths, _ = jax.tree_util.tree_flatten_with_path(state.params)
+    sizes = {path: 0 for path, _ in paths}
+    for path, leaf in jax.tree_util.tree_flatten_with_path((params, opt_state))[0]:
+        suffixes = (path[start:] for start in range(len(path)))
+        if (own := next((end for end in suffixes if end in sizes), None)) is not None:
+            sizes[own] += _bytes(leaf)
+    found = list(sizes.values())
+    ahead = (sum(found[at : at + AHEAD]) for at in range(len(found)))
+    return max(ahead, default=0) + max(found, default=0)
 
 
 def entered(plan: Plan, program: Program) -> Set[Value]:
@@ -76,7 +112,7 @@ def entered(plan: Plan, program: Program) -> Set[Value]:
             param.precision.param,
         )
         for param, leaf in zip(plan.param_plans, leaves, strict=True)
-        if offload.moves(leaf) and param.gather is None
+        if offload.moves(leaf) and param.gather is None and not param.is_streamed
     }
     return {v for v in program.inputs if (math.prod(v.shape), v.dtype) in made}
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from fsdp_jax._scopes import GATHER_FOR_STEP, is_in, units_in
 from fsdp_jax._tree import PyTree
-from fsdp_jax.planner._host_memory import entered, resident
+from fsdp_jax.planner._host_memory import entered, resident, update_bytes
 from fsdp_jax.planner.liveness._lifetimes import Lifetimes, lifetimes
 from fsdp_jax.planner.liveness._operations import Operation, Program, Value
 from fsdp_jax.planner.liveness._overlapped_order import overlapped
@@ -45,7 +45,8 @@ class Memory:
       saved: Activations saved for backward.
       activations: Activations of the running unit.
       logits: Values computed outside of all stacks of units: the head and the loss.
-      other: Batch, remaining state and workspace.
+      other: Batch, remaining state and workspace; and what the update of state from the
+        host holds more than all kinds together, where it is the peak.
     """
 
     params: int
@@ -76,7 +77,7 @@ def predict_memory(
     """
     program = on_one_device(traced.jaxpr, _dims_over_tp((state, batch)))
     assert program is not None, "a step is a shard_map"
-    state = resident(plan, state)
+    whole, state = state, resident(plan, state)
     stored = {
         "params": _bytes_on_a_device(state.params),
         "optimizer": _bytes_on_a_device(state.opt_state),
@@ -96,6 +97,9 @@ def predict_memory(
     peak = _Walk(plan, grads).peak(program, set(program.inputs) - made, made=made)
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
+    if on_host := update_bytes(plan, whole):
+        grown = sum(value.bytes for value in program.outputs if value and value.shape)
+        found["other"] += max(0, grown + on_host - sum(found.values()))
     # Arguments other than parameters and optimizer state.
     found["other"] += arguments - sum(stored.values()) + WORKSPACE
     return Memory(**stored, **found)

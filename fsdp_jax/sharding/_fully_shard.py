@@ -35,6 +35,7 @@ from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._precision import Precision
 from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._streaming import streamed, streams
 from fsdp_jax.sharding._unit_methods import resolve_methods
 from fsdp_jax.sharding._units import (
     Stacked,
@@ -120,6 +121,7 @@ def fully_shard(
     own = [param for param in param_plans if param.name not in added]
     check_params(config, mesh, own)
     check_experts(config, mesh, own)
+    param_plans = streamed(config, mesh, param_plans)
     return Plan(
         mesh, config, make_model, model, param_plans, tuple(units), classes, placements
     )
@@ -222,7 +224,9 @@ def _unsplit(
         unit_policy=UnitPolicy(
             reshard=config.reshard_after_forward and unit != ROOT,
             remat_policy=config.remat_policy,
-            prefetch=config.prefetch if axes_in_use(mesh, DATA_AXES) else 0,
+            prefetch=config.prefetch
+            if axes_in_use(mesh, DATA_AXES) or streams(config)
+            else 0,
         ),
         is_under_tp=mesh.shape["tp"] > 1,
     )

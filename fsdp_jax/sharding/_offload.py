@@ -32,10 +32,15 @@ class OffloadPolicy:
       optimizer_fraction: Largest fraction of the bytes of the optimizer state's large
         arrays to offload, above 0 and at most 1. They are taken in the order of the
         state, first moments before second ones, each that still fits.
+      stream_params: Leave the main weights of stacked units on the host during a step
+        too, and copy the slice of one unit at a time, ahead of its gather, in forward
+        and again in backward: weights of `FSDPConfig(prefetch=) + 1` units are on the
+        device. The copies are in the stored dtype, twice a microbatch. All other
+        offloaded weights are copied when a step begins. Needs `params=True`.
 
     Raises:
-      ValueError: If neither `optimizer` nor `params` is set, or `optimizer_fraction` is
-        out of range or has no effect.
+      ValueError: If neither `optimizer` nor `params` is set, `stream_params` is set
+        without `params`, or `optimizer_fraction` is out of range or has no effect.
 
     Examples:
       >>> config = fsdp.FSDPConfig(offload=fsdp.OffloadPolicy(min_elements=0))
@@ -52,6 +57,7 @@ class OffloadPolicy:
     params: bool = False
     min_elements: int = 4096
     optimizer_fraction: float = 1.0
+    stream_params: bool = False
 
     def __post_init__(self):
         """Refuses options that offload nothing."""
@@ -59,6 +65,11 @@ class OffloadPolicy:
             raise ValueError(
                 "OffloadPolicy(optimizer=False, params=False) offloads nothing: "
                 "name one."
+            )
+        if self.stream_params and not self.params:
+            raise ValueError(
+                "OffloadPolicy(stream_params=True, params=False) streams weights that "
+                "are stored on the device: set params=True."
             )
         fraction = self.optimizer_fraction
         if not 0 < fraction <= 1 or (fraction < 1 and not self.optimizer):

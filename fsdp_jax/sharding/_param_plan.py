@@ -66,6 +66,8 @@ class ParamPlan:
       unit_policy: How its unit is gathered.
       is_under_tp: True if the mesh has more than one device on `tp`.
       gather: Quantized format in which it is gathered; None: its compute dtype.
+      is_streamed: True if a step leaves it in host memory and copies one unit's slice
+        at a time to the device.
 
     Examples:
       >>> for param in plan.param_plans:
@@ -85,6 +87,7 @@ class ParamPlan:
     unit_policy: UnitPolicy
     is_under_tp: bool = False
     gather: ParamGather | None = None
+    is_streamed: bool = False
 
     @property
     def is_optimized(self) -> bool:

@@ -24,6 +24,7 @@ from fsdp_jax.sharding._param_plan import ROOT as ROOT
 from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
 from fsdp_jax.sharding._pipeline_report import pipeline_lines
 from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._streaming import streaming_line
 from fsdp_jax.sharding._unit_methods import UnitClasses
 
 
@@ -363,6 +364,7 @@ def _summary(plan: Plan) -> list[str]:
         f"{counts}, devices: {plan.mesh.size} ({axes or 'a single one'})",
         f"stored on a device: {', '.join(stored)}; optimizer state comes on top",
         *memory_summary(plan.mesh, plan.param_plans, plan.model.decoded),
+        *streaming_line(plan.mesh, plan.param_plans),
     ]
     if experts:
         lines.append(f"experts, never gathered over ep: {experts}")

@@ -47,6 +47,7 @@ from fsdp_jax.sharding._float8_gather import (
     decode_mxfp8,
 )
 from fsdp_jax.sharding._nvfp4_gather import NVFP4Gather, decode_nvfp4
+from fsdp_jax.sharding._offload import on_device
 from fsdp_jax.sharding._plan import ParamPlan
 from fsdp_jax.sharding._precision import at_least_float32
 from fsdp_jax.step._grad_mark import mark_gradient
@@ -59,10 +60,11 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
     Call it inside `shard_map`, manual over the axes that split the parameter.
 
     Args:
-      shard: A parameter of one unit, without stacked dims.
+      shard: A parameter of one unit, without stacked dims; in host memory if it is
+        streamed.
 
     Returns:
-      The unsharded weight, dtype `precision.param`.
+      The unsharded weight, dtype `precision.param`, on the device.
 
     Raises:
       ValueError: If stacked dims are left, or dims are missing because a parameter that
@@ -124,6 +126,8 @@ def fsdp_gather(
     accumulated_grad: Array | None,
 ) -> Array:
     del reduction, grad_buffer, accumulated_grad  # Read by backward; see `Shard`.
+    if param.is_streamed:
+        value = on_device(value)
     # Cast before the collective, which then communicates the narrower dtype.
     if param.gather is None:
         value = value.astype(param.precision.param)
@@ -196,7 +200,12 @@ def marked_zeros(param: ParamPlan, value: Any) -> Any:
     """
     if isinstance(value, Quantized) or not jnp.issubdtype(value.dtype, jnp.floating):
         return None
-    return mark_gradient(jnp.zeros_like(value), param.name, param.ndim_in_unit)
+    zeros = jnp.zeros_like(value)
+    marked = mark_gradient(zeros, param.name, param.ndim_in_unit)
+    # jax wants a cotangent in the memory of its value.
+    return (
+        jax.device_put(marked, jax.memory.Space.Host) if param.is_streamed else marked
+    )
 
 
 def accumulated(param: ParamPlan, grad: Array, new: Array) -> Array:

@@ -109,7 +109,11 @@ class _Run:
 
     def results(self) -> list[Any]:
         """Returns the program's results, from host memory where they are there."""
-        found = {**self.values, **self.on_host}
+        host = jax.memory.Space.Host
+        # Says so of arguments that are results as they are (frozen parameters) to XLA
+        # for abstract devices, whose shardings name no memory.
+        kept = {v: jax.device_put(x, host) for v, x in self.on_host.items()}
+        found = {**self.values, **kept}
         return [
             v.val if isinstance(v, core.Literal) else found[v]
             for v in self.closed.jaxpr.outvars

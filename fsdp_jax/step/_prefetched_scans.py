@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core
 
 from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
@@ -167,7 +168,12 @@ class _Scans:
         loop = _Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
         units = units_entered(eqn.params["jaxpr"].jaxpr)
-        if not units or is_in(eqn.source_info.name_stack, AS_WRITTEN):
+        if not units:
+            return [eqn]
+        if is_in(eqn.source_info.name_stack, AS_WRITTEN):
+            self._refuse_streamed(
+                units, "its fsdp.scan(prefetch=0) gathers at its entry"
+            )
             return [eqn]
         try:
             if not any(leaves):
@@ -178,8 +184,23 @@ class _Scans:
             run = self._run(loop, leaves)
             return [eqn] if run is None else _spliced(eqn, run, env)
         except NotLiftedError as reason:
+            self._refuse_streamed(units, str(reason))
             _say(units[0], reason)
             return [eqn]
+
+    def _refuse_streamed(self, units: Sequence[str], reason: str) -> None:
+        """Raises for a loop that does not prefetch, if it is to stream its weights."""
+        names = [
+            shard.param.name
+            for shard in self._shards
+            if shard.param.is_streamed and shard.param.unit in units
+        ]
+        if names:
+            raise ValueError(
+                "OffloadPolicy(stream_params=True) copies a unit's weights from the "
+                f"host in a loop that gathers ahead, and the loop over {names} does "
+                f"not: {reason}. Change the loop, or set stream_params=False."
+            )
 
     def _run(
         self, loop: _Loop, leaves: Sequence[_Leaf | None]
@@ -310,11 +331,17 @@ def _spliced(eqn: Any, run: Callable[..., Any], env: dict[Any, Any]) -> list[Any
 
     The results of `eqn` are put into `env`, with what they are now.
     """
-    shapes = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=_is_weak(v))
+    # With their memory spaces, which `ShapeDtypeStruct` has no place for.
+    avals = [
+        ShapedArray(
+            v.aval.shape,
+            v.aval.dtype,
+            weak_type=_is_weak(v),
+            memory_space=v.aval.memory_space,
+        )
         for v in eqn.invars
     ]
-    traced = jax.make_jaxpr(run)(*shapes)
+    traced = jax.make_jaxpr(run)(*avals)
     if traced.consts:
         raise NotLiftedError("it closes over arrays")
     renamed = renamed_call(eqn, traced.jaxpr)

@@ -53,16 +53,34 @@ def reshard_after_forward(
         def fsdp_unshard(shards):
             return weights_only(shards)
 
+        def cotangents(shards, grads):
+            found = jax.vjp(weights_only, shards)[1](grads)
+            return jax.tree.map(_in_same_memory, (shards,), found)
+
         # The forward rule calls `fsdp_unshard` itself, so that the trace has one
         # equation that `save` can refuse. Of any other function the policy would see
         # the equations within, and save their results.
         fsdp_unshard.defvjp(
             lambda shards: (fsdp_unshard(shards), shards),
-            lambda shards, grads: jax.vjp(weights_only, shards)[1](grads),
+            cotangents,
         )
         return out_tree.unflatten(rest(fsdp_unshard(shards), *jax.tree.leaves(args)))
 
     return jax.checkpoint(unit, policy=Resharding(policy))
+
+
+def _in_same_memory(leaf: Array, cotangent: Array) -> Array | None:
+    """Returns a cotangent; None if its array is on the host and it is not.
+
+    jax makes zeros on the device for an array on the host, and then refuses them.
+    """
+    host = jax.memory.Space.Host
+    if jax.typeof(leaf).memory_space != host:
+        return cotangent
+    is_array = cotangent.dtype != jax.dtypes.float0
+    return (
+        cotangent if is_array and jax.typeof(cotangent).memory_space == host else None
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
@@ -23,8 +24,8 @@ def packed(plan: Plan, params: PyTree) -> list[Array]:
       params: Stored parameters, global arrays; padded ones as `Padded` or unpadded.
 
     Returns:
-      An array for each of `plan.params_in_step`, on the device, padded, and with a dim
-      factored into two where `is_factored`.
+      An array for each of `plan.params_in_step`, padded, and with a dim factored into
+      two where `is_factored`; on the device, but on the host where `is_streamed`.
     """
     leaves = plan.treedef.flatten_up_to(pack(params, plan.packed_params))
     values = [leaf.value if isinstance(leaf, Padded) else leaf for leaf in leaves]
@@ -58,10 +59,18 @@ def placed(plan: Plan, param: ParamPlan, grad: Array) -> Array | Padded:
 def _fetched(
     plan: Plan, offload: OffloadPolicy, arrays: Sequence[Array]
 ) -> list[Array]:
-    """Copies offloaded arrays to the device one by one, in their all-gather's dtype."""
+    """Copies offloaded arrays to the device one by one, in their all-gather's dtype.
+
+    Those that are streamed stay in host memory.
+    """
     fetched: list[Array] = []
     for param, array in zip(plan.param_plans, arrays, strict=True):
         if offload.moves(array):
+            if param.is_streamed:
+                # Units copy their slices. Says to XLA where the array is, also where
+                # it is compiled for abstract devices, whose shardings name no memory.
+                fetched.append(jax.device_put(array, jax.memory.Space.Host))
+                continue
             # One copy after the other, so that few arrays are on the device in the
             # stored dtype, which is mostly the wider one.
             array, _ = lax.optimization_barrier((array, fetched[-AHEAD:]))

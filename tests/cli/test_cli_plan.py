@@ -62,13 +62,16 @@ def test_fewer_communicated_and_stored_bytes_are_planned(write_llama, capsys, tm
         (),
         ("--param-gather", "float8", "--optimizer-bits", "8"),
         ("--offload", "all"),
+        ("--offload", "stream"),
     ):
         file = tmp_path / f"{len(found)}.json"
         sizes = ("--gpus", "8", "--seq", "64", "--json", str(file))
         assert not plan(llama, *sizes, *options)
         found.append((json.loads(file.read_text()), capsys.readouterr().out))
-    (plain, table), (fewer, in_bytes), (away, _) = found
+    (plain, table), (fewer, in_bytes), (away, _), (streamed, _) = found
     assert " u8+bf16 " in in_bytes and "u8" not in table
+    copied = [one["offloaded"]["fetched"] for one in (away, streamed)]
+    assert copied[0] < copied[1]
     plain, fewer, away = (one["memory_predicted"] for one in (plain, fewer, away))
     # Norms and their moments stay what and where they were.
     assert fewer["optimizer"] < 0.35 * plain["optimizer"]

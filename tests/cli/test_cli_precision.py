@@ -66,6 +66,8 @@ def test_a_config_shards_as_its_options_say():
     assert gathers == [fsdp.sharding.Float8Gather(), fsdp.sharding.MXFP8Gather()]
     assert sharding("optimizer").offload == fsdp.OffloadPolicy()
     assert sharding("all").offload == fsdp.OffloadPolicy(params=True)
+    streamed = fsdp.OffloadPolicy(params=True, stream_params=True)
+    assert sharding("stream").offload == streamed
 
 
 def test_a_run_keeps_first_layers_in_bfloat16_and_goes_on_with_them(train):

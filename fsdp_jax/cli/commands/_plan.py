@@ -78,7 +78,7 @@ class Plan:
       num_layers_at_end_in_bf16: Number of last layers that keep it.
       optimizer_bits: Bits of an element of AdamW's moments.
       offload: State kept in host memory: the optimizer's, or the float32 weights too
-        (all).
+        (all), those of layers copied one layer at a time (stream).
       fused_loss: Computes logits by chunks of the vocabulary, and again for backward:
         less memory, more work.
       capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
