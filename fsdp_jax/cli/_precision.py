@@ -11,12 +11,8 @@ import fsdp_jax as fsdp
 ParamGather = Literal["param_dtype", "float8", "mxfp8", "block_float8", "nvfp4"]
 ParamDtype = Literal["float32", "bfloat16", "float16"]
 Products = Literal["param_dtype", "float8", "mxfp8"]
-<<<<<<< HEAD
 ExpertProducts = Literal["param_dtype", "float8"]
-OffloadTo = Literal["optimizer", "all"]
-=======
 OffloadTo = Literal["optimizer", "all", "stream"]
->>>>>>> d
 
 _GATHERS = {
     "param_dtype": None,
