@@ -5,8 +5,11 @@
 The models of `foreign_models`, compiled for H200s without one (`fsdp.estimate_step`):
 with gathers one unit ahead (`FSDPConfig(prefetch=1)`, the default), in the order that
 XLA chooses (`prefetch=0`), and by annotations alone, which is jax.jit with the plan's
-shardings as those of the parameters and nothing of ours in the step. Beside them is the
-reference decoder, of which `fsdp.scan` runs the layers.
+shardings as those of the parameters and nothing of ours in the step. The first two
+recompute a unit's activations; annotations recompute what the model says, which is
+mostly nothing, and are to be compared with `saved`, which gathers one unit ahead and
+recomputes nothing. Beside them is the reference decoder, of which `fsdp.scan` runs the
+layers.
 
 Each row is written to `--out` once it is measured, with its commit; rows that are there
 already are kept. With `--predict` nothing is compiled: the memory of the rows that are
@@ -48,7 +51,8 @@ from fsdp_jax.training._memory_check import compiled_bytes
 
 TX = optax.adamw(3e-4)
 REFERENCE = "reference"
-ORDERS = ("prefetch=1", "prefetch=0", "annotations")
+SAVED = "saved"
+ORDERS = ("prefetch=1", "prefetch=0", "annotations", SAVED)
 PACKAGES = ("jax", "flax", "equinox", "google-tunix", "equimo")
 # The bars of the comparison: shares of a step, and units of memory.
 SHARE, ENOUGH, UNITS_MORE = 1.3, 0.02, 2
@@ -56,18 +60,19 @@ SMALL = 0.01
 """Part of a step from which a wait is listed."""
 
 
-def planned(form: Form, gpus: int, prefetch: int) -> fsdp.Plan:
+def planned(form: Form, gpus: int, order: str) -> fsdp.Plan:
+    policies = jax.checkpoint_policies
     config = fsdp.FSDPConfig(
-        prefetch=prefetch,
+        prefetch=int(order != "prefetch=0"),
         mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16),
-        remat_policy=jax.checkpoint_policies.nothing_saveable,
+        remat_policy=None if order == SAVED else policies.nothing_saveable,
     )
     mesh = fsdp.make_mesh(devices=gpu_devices(GPUS["h200"], gpus))
     return fsdp.fully_shard(form.make_model, mesh, units=form.units, config=config)
 
 
-def estimated(form: Form, gpus: int, prefetch: int) -> dict[str, Any]:
-    plan = planned(form, gpus, prefetch)
+def estimated(form: Form, gpus: int, order: str) -> dict[str, Any]:
+    plan = planned(form, gpus, order)
     found = fsdp.estimate_step(plan, form.loss, TX, form.batch(gpus), gpu="h200")
     program = program_of(found.compiled, found.plan.mesh)
     arrays = list(communicated_arrays(program, found.plan.mesh))
@@ -111,8 +116,8 @@ def hidden_ms(row: dict[str, Any]) -> float:
     return row["step_ms"] * (1 - unslowed * row["exposed_of_step"])
 
 
-def predicted_gb(form: Form, gpus: int, prefetch: int) -> float:
-    plan = planned(form, gpus, prefetch)
+def predicted_gb(form: Form, gpus: int, order: str) -> float:
+    plan = planned(form, gpus, order)
     step = fsdp.make_train_step(plan, form.loss, TX)
     state, batch = fsdp.abstract_state(plan, TX), form.batch(gpus)
     traced = step.jitted.trace(state, batch).jaxpr
@@ -132,7 +137,7 @@ def largest_unit_bytes(plan: fsdp.Plan) -> int:
 
 def annotated(form: Form, gpus: int) -> dict[str, Any]:
     """Compiles the step that `jax.jit` makes of the plan's shardings alone."""
-    plan = planned(form, gpus, 0)
+    plan = planned(form, gpus, "prefetch=0")
 
     def cast(x):
         return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
@@ -172,9 +177,9 @@ def processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def compiling(form: Form, gpus: int, prefetch: int) -> float:
+def compiling(form: Form, gpus: int, order: str) -> float:
     """Returns the processor seconds to trace and compile a step, with no cache."""
-    plan = planned(form, gpus, prefetch)
+    plan = planned(form, gpus, order)
     jax.clear_caches()
     started = processor_seconds()
     step = fsdp.make_train_step(plan, form.loss, TX, compiler_options={})
@@ -186,11 +191,11 @@ def compiling(form: Form, gpus: int, prefetch: int) -> float:
 
 def compile_times(name: str, layers: int, gpus: int) -> dict[str, Any]:
     form = FORMS[name](layers)
-    seconds: dict[int, list[float]] = {0: [], 1: []}
+    seconds: dict[str, list[float]] = {order: [] for order in ORDERS[:2]}
     # In the order 1 0 0 1, so that neither order of units gains by its place.
-    for prefetch in (1, 0, 0, 1):
-        seconds[prefetch].append(compiling(form, gpus, prefetch))
-    ahead, without = (sum(seconds[prefetch]) / 2 for prefetch in (1, 0))
+    for order in (*ORDERS[:2], *ORDERS[1::-1]):
+        seconds[order].append(compiling(form, gpus, order))
+    ahead, without = (sum(seconds[order]) / 2 for order in ORDERS[:2])
     return {
         "model": name,
         "gpus": gpus,
@@ -200,16 +205,12 @@ def compile_times(name: str, layers: int, gpus: int) -> dict[str, Any]:
     }
 
 
-def ahead(order: str) -> int:
-    return int(order.removeprefix("prefetch="))
-
-
 def measure(name: str, layers: int, gpus: int, order: str) -> dict[str, Any]:
     form = FORMS[name](layers)
     if order == "annotations":
         found = annotated(form, gpus)
     else:
-        found = estimated(form, gpus, ahead(order))
+        found = estimated(form, gpus, order)
     return {"model": name, "gpus": gpus, "order": order, **found}
 
 
@@ -227,6 +228,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         at_most = without["step_ms"] / hidden_ms(row)
         more = row["compiled_gb"] - without["compiled_gb"]
         alone = by_key.get((name, gpus, "annotations"))
+        saved = by_key.get((name, gpus, SAVED))
         found.append(
             {
                 "model": name,
@@ -242,6 +244,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     row["predicted_gb"] / row["compiled_gb"], 3
                 ),
                 **(against_annotations(row, alone) if alone else {}),
+                **(saved_against(saved, alone) if alone and saved else {}),
             }
         )
     return found
@@ -255,6 +258,13 @@ def against_annotations(row: dict[str, Any], alone: dict[str, Any]) -> dict[str,
     }
 
 
+def saved_against(saved: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
+    return {
+        "saved_faster_than_annotations": round(alone["step_ms"] / saved["step_ms"], 4),
+        "gb_saved": saved["compiled_gb"],
+    }
+
+
 def predict_again(
     rows: Sequence[dict[str, Any]], args: argparse.Namespace, commit: str | None
 ) -> Iterator[dict[str, Any]]:
@@ -263,7 +273,7 @@ def predict_again(
         wanted = row["model"] in args.models and row["order"] in args.orders
         if wanted and row["gpus"] in args.gpus and "predicted_gb" in row:
             form = FORMS[row["model"]](args.layers)
-            size = predicted_gb(form, row["gpus"], ahead(row["order"]))
+            size = predicted_gb(form, row["gpus"], row["order"])
             row = row | {"predicted_gb": size, "predicted_by": commit}
         yield row
 

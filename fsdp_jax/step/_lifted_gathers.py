@@ -25,7 +25,7 @@ from fsdp_jax.step._flat_trace import (
     operand,
     without_dead,
 )
-from fsdp_jax.step._remat import Resharding
+from fsdp_jax.step._remat_policy import Resharding
 
 _INLINED = ("jit", "pjit", "closed_call")
 

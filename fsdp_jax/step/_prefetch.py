@@ -29,7 +29,7 @@ from fsdp_jax.step._collectives import gather_weight, marked_zeros
 from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._pullback import Pullback
-from fsdp_jax.step._remat import without_float8
+from fsdp_jax.step._remat_policy import without_float8
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_unit import split_variants
 from fsdp_jax.step._static_runs import StaticRun, join_runs, part_of

@@ -9,18 +9,15 @@ saved.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from fsdp_jax._scopes import FSDP_UNSHARD, traced_as
+from fsdp_jax.step._remat_policy import Policy, Resharding, is_float8
 from fsdp_jax.step._split_unit import split_unit
-
-Policy = Callable[..., bool]
 
 
 def reshard_after_forward(
@@ -83,41 +80,6 @@ def _in_same_memory(leaf: Array, cotangent: Array) -> Array | None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Resharding:
-    """The `jax.checkpoint` policy of a unit: everything but its gathered weights.
-
-    Attributes:
-      policy: Policy for everything else, see `reshard_after_forward`.
-    """
-
-    policy: Policy | None
-
-    def __call__(self, primitive: Any, *args: Any, **params: Any) -> bool:
-        """Returns whether the results of a primitive are saved."""
-        saves = without_float8(self.policy)
-        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
-
-
-def without_float8(policy: Policy | None) -> Policy:
-    """Wraps a policy such that no floating-point array of 8 bits or less is saved.
-
-    `jax.checkpoint` rounds what it saves with `reduce_precision`, which takes the range
-    of such a dtype for that of an IEEE format: the largest float8_e4m3fn is then 240
-    and not 448 (jax 0.10.2), and larger values become NaN. Casting again is cheap.
-
-    Args:
-      policy: `jax.checkpoint` policy for all other arrays; None saves them.
-    """
-
-    def save(primitive, *args, **params) -> bool:
-        if _makes_float8(args, params):
-            return False
-        return policy is None or policy(primitive, *args, **params)
-
-    return save
-
-
 def _float8_argument(args) -> str:
     shapes = [
         f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(args) if is_float8(x)
@@ -127,30 +89,3 @@ def _float8_argument(args) -> str:
         "backward, where jax.checkpoint makes NaN of float8_e4m3fn above 240. Cast to "
         "float8 inside the unit, or set FSDPConfig(reshard_after_forward=False)."
     )
-
-
-def _makes_float8(args, params) -> bool:
-    """Guesses from a policy's arguments whether a primitive has float8 results."""
-    if called := params.get("call_jaxpr"):
-        return any(is_float8(aval) for aval in called.out_avals)
-    dtype = params.get("new_dtype", params.get("preferred_element_type"))
-    if dtype is not None:
-        return _is_narrow(dtype)
-    # A policy is not told the dtype of the results: assume that of the operands.
-    return any(is_float8(arg) for arg in args)
-
-
-def is_float8(array: Any) -> bool:
-    """Returns whether an array is floating point of 8 bits or less; may be abstract."""
-    return _is_narrow(getattr(array, "dtype", jnp.float32))
-
-
-def _is_narrow(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
-
-
-def _is_unshard(primitive, params) -> bool:
-    if primitive.name != "custom_vjp_call":
-        return False
-    # By name, since the equation does not hold the Python function.
-    return params["call_jaxpr"].jaxpr.debug_info.func_name == FSDP_UNSHARD
