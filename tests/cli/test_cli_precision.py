@@ -89,7 +89,7 @@ def test_layers_communicated_in_a_byte_learn_nearly_the_same(train, losses, caps
 
 @pytest.mark.parametrize(
     "options, dtype",
-    [(("8", "--offload", "all"), "uint8"), (("16",), "float16")],
+    [(("8", "--offload", "stream"), "uint8"), (("16",), "float16")],
     ids=["8", "16"],
 )
 def test_narrow_moments_are_kept_so_and_a_run_goes_on_with_them(

@@ -94,7 +94,6 @@ def test_an_update_has_a_few_parameters_on_the_device_and_not_all():
     # Two parameters with both moments, and twice that on the way back.
     assert 6 * largest < rest / 2
     assert whole.compiled_bytes - found.compiled_bytes > rest / 2
-    assert holds(found)
 
 
 @pytest.mark.long
