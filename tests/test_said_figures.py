@@ -16,9 +16,16 @@ SECURITY = "docs/pages/explanation/security.md"
 HOLDS = "docs/pages/explanation/what-holds.md"
 LANES = ("0.10.2", "0.12.0.1")
 FORMS = ("annotations", "plain_scan", "fsdp_jax")
-LARGER = {"llama-3-70b": 1, "mixtral-8x7b": 1, "llama-3-70b-pp": 1, "llama-3-8b-cp": 2}
+LARGER = {
+    "llama-3-70b": 1,
+    "mixtral-8x7b": 1,
+    "mixtral-8x7b-dropless": 1,
+    "deepseek-v3": 1,
+    "llama-3-70b-pp": 1,
+    "llama-3-8b-cp": 2,
+}
 """Decoder -> digits of a percent of its exposed communication."""
-IN_PARTS = ("llama-3-70b", "mixtral-8x7b")
+IN_PARTS = ("llama-3-70b", "mixtral-8x7b", "deepseek-v3")
 """Decoders whose second row runs a batch in two parts."""
 
 
