@@ -150,6 +150,9 @@ class _Scans:
     ) -> Sequence[Any]:
         if eqn.primitive.name == "scan":
             return self._scan(eqn, known, env)
+        if eqn.primitive.name in _SLICES and (leaf := _known(known, eqn.invars[0])):
+            reason = "the loss takes slices of the stack itself, without a scan"
+            self._refuse_streamed([self._shards[leaf.shard].param.unit], reason)
         if eqn.primitive.name not in CALLS:
             return [eqn]
         inner, consts = called(eqn)
@@ -261,6 +264,10 @@ class _Scans:
             loop.eqn.params["unroll"],
             policy=None,  # The unit's own is in the trace.
         )
+
+
+_SLICES = ("slice", "dynamic_slice", "gather")
+"""Primitives of an indexed array."""
 
 
 def _say(unit: str, reason: NotLiftedError) -> None:

@@ -55,6 +55,14 @@ def gathered_when_it_begins(weights, batch):
     return loss_fn(weights, batch, prefetch=0)
 
 
+def unrolled_by_hand(weights, batch):
+    x = batch["x"].astype(weights["head"].dtype)
+    for i in range(LAYERS):
+        own = jax.tree.map(lambda w, i=i: w[i], weights["layers"])
+        x, _ = fsdp.unit(layer)(own, x)
+    return jnp.mean((x @ weights["head"]).astype(jnp.float32))
+
+
 def scanned_by_jax(weights, batch):
     x, _ = jax.lax.scan(
         lambda x, w: fsdp.unit(layer)(w, x), batch["x"], weights["layers"]
@@ -174,9 +182,13 @@ def test_what_cannot_be_streamed_is_refused_with_all_reasons():
             fsdp.fully_shard(make_weights, mesh, [fsdp.Stacked("layers")], config)
 
 
-def test_a_loop_that_does_not_gather_ahead_is_refused():
+@pytest.mark.parametrize(
+    "loss, said",
+    [(gathered_when_it_begins, "prefetch=0"), (unrolled_by_hand, "stream_params=True")],
+)
+def test_layers_that_are_not_gathered_ahead_are_refused(loss, said):
     plan = plan_of(STREAM)
     params = fsdp.init_params(plan, jax.random.key(0))
-    compute = fsdp.value_and_grad(plan, gathered_when_it_begins)
-    with pytest.raises(ValueError, match=facts("prefetch=0", "layers.up")):
+    compute = fsdp.value_and_grad(plan, loss)
+    with pytest.raises(ValueError, match=facts(said, "layers.up")):
         compute(params, rows())
