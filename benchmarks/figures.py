@@ -80,6 +80,8 @@ FIGURES = (
             "llama-3-70b",
             "llama-3-70b-pp",
             "mixtral-8x7b",
+            "mixtral-8x7b-dropless",
+            "deepseek-v3",
         )
         for jax, venv in LANES.items()
     ),
@@ -133,6 +135,11 @@ FIGURES = (
         "composition_fuzz",
         ("composition_fuzz.py --cases 2000 --out OUT",),
         whole=("cases", 2000),
+    ),
+    Figure(
+        "composition_audit",
+        ("composition_audit.py --cases 100 --out OUT",),
+        whole=("cases", 100),
     ),
     Figure("planted_faults", ("planted_faults.py --out OUT",)),
     Figure("mutants", ("mutants.py cover --out OUT", "mutants.py run --out OUT")),
