@@ -90,8 +90,8 @@ def split_variants(computes, unshard, shards, args, *, may_close_over: bool = Tr
     first = function_of(closed, invars[:num_weights], crossing, before)
     each = len(outvars) // len(computes)
     seconds = []
-    for start in range(0, len(outvars), each):
-        own = outvars[start : start + each]
+    for i in range(len(computes)):
+        own = outvars[i * each : (i + 1) * each]
         eqns = after if len(computes) == 1 else without_dead(after, own)
         inputs = [*crossing, *invars[num_weights:]]
         seconds.append(function_of(closed, inputs, own, eqns))

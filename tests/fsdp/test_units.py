@@ -494,3 +494,24 @@ class OneLayer(nnx.Module):
 def test_what_is_no_list_of_units_is_refused_with_what_to_write(units, says):
     with pytest.raises(ValueError, match=facts(*says)):
         fsdp.fully_shard(lambda key: OneLayer(nnx.Rngs(key)), MESH, units)
+
+
+def test_a_unit_may_return_nothing():
+    def make(key):
+        return {"block": jax.random.normal(key, (8, 8)), "head": jnp.ones((8, 1))}
+
+    def loss(params, x):
+        seen = []
+
+        def check(w, x):
+            seen.append(x.shape)
+
+        fsdp.unit(check)(params["block"], x)
+        assert seen
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(), ["block"])
+    params = fsdp.init_params(plan, jax.random.key(0))
+    found, grads = fsdp.value_and_grad(plan, loss)(params, jnp.ones((8, 8)))
+    assert float(found[0]) == 64.0
+    assert not np.any(fsdp.unshard(grads)["block"])
