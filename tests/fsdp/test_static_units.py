@@ -109,7 +109,7 @@ def assert_near(found, want):
         ({"prefetch": 1}, {"remat_policy": POLICIES.nothing_saveable}),
         ({"prefetch": 0}, {"remat_policy": POLICIES.dots_saveable}),
     ],
-    ids=str,
+    ids=["0", "1", "2", "unrolled", "default", "kept", "nothing saved", "dots saved"],
 )
 def test_each_unit_computes_what_its_value_says(options, config):
     assert_near(computed(plan_of(**config), loss_of(**options)), by_hand())
