@@ -138,7 +138,7 @@ def test_experts_train_the_same_in_blocks_as_on_gpus(written, monkeypatch):
     """Of four rows and more, since tokens here are few; half of the room is empty."""
     monkeypatch.setattr(_grouped, "_SMALLEST", 4)
     monkeypatch.setattr(
-        _grouped, "_on_gpus", lambda blocks, ragged_dot, *args: blocks(*args)
+        _grouped, "on_gpus", lambda blocks, ragged_dot, *args: blocks(*args)
     )
     with jax.enable_x64(True):
         path = written("qwen3_moe")

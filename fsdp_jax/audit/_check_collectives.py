@@ -74,8 +74,7 @@ def check_collectives(
     merged: dict[frozenset[str], list[CommunicatedArray]] = {}
     in_other_dtype: list[CommunicatedArray] = []
     strange: list[CommunicatedArray] = []
-    parts = [part for one in arrays for part in parts_of(program.module, one)]
-    for one in parts:
+    for one in (part for whole in arrays for part in _judged_parts(program, whole)):
         if not _is_judged(program, one):
             continue
         # Expected collectives first: a small gradient must not pass as a metric.
@@ -100,6 +99,20 @@ def check_collectives(
     yield from _too_often(booked, expected)
     for axes, found in merged.items():
         yield from _merged_too_much(plan, axes, found, booked, expected)
+
+
+def _judged_parts(
+    program: Program, one: CommunicatedArray
+) -> Iterator[CommunicatedArray]:
+    """Yields an array without the parts of it that belong to the optimizer."""
+    parts = list(parts_of(program.module, one))
+    rest = [part for part in parts if not is_in(part.scope, OPTIMIZER)]
+    if len(rest) == len(parts) > 1:
+        yield one
+    elif rest:
+        size = (sum(part.elements for part in rest),)
+        whole = dataclasses.replace(rest[0], sent=size, received=size)
+        yield rest[0] if len(parts) == 1 else whole
 
 
 def _together(arrays: Sequence[CommunicatedArray]) -> list[CommunicatedArray]:
