@@ -62,11 +62,16 @@ def check(plan, program, sides):
     }
     over_ep = [one for one in arrays if one.axes == ("ep",) and one.dtype != "s32"]
     assert {one.op for one in over_ep} == {sides[0]}
-    rows = [math.prod(one.sent) // EMBED for one in over_ep]
+    tokens = [one for one in over_ep if one.dtype == "bf16"]
+    rows = [math.prod(one.sent) // EMBED for one in tokens]
     assert sorted(set(rows)) == sorted(set(sides[1:]))
     # Two ways, forward and backward, each layer once.
-    assert sum(one.times for one in over_ep) == 4 * LAYERS
-    assert {one.dtype for one in over_ep} == {"bf16"}
+    assert sum(one.times for one in tokens) == 4 * LAYERS
+    # One number of each choice in backward: its weight there, and its gradient back.
+    numbers = [one for one in over_ep if one.dtype == "f32"]
+    assert len(tokens) + len(numbers) == len(over_ep)
+    assert {math.prod(one.sent) for one in numbers} == set(rows)
+    assert sum(one.times for one in numbers) == 2 * LAYERS
 
 
 @pytest.mark.parametrize("name", DISPATCHES)
@@ -99,7 +104,8 @@ def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
             if (found := collective_of(module, one.computation, one.instruction))
             and found.op == "ragged-all-to-all"
         }
-        assert sent == {TOKENS * CHOSEN * EMBED * 2 * (EP - 1) / EP}
+        away = TOKENS * CHOSEN * (EP - 1) / EP
+        assert sent == {away * EMBED * 2, away * 4}
 
 
 def test_experts_that_are_brought_together_are_named():
