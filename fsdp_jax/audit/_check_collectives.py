@@ -107,12 +107,11 @@ def _judged_parts(
     """Yields an array without the parts of it that belong to the optimizer."""
     parts = list(parts_of(program.module, one))
     rest = [part for part in parts if not is_in(part.scope, OPTIMIZER)]
-    if len(rest) == len(parts) > 1:
-        yield one
+    if len(rest) == len(parts):
+        yield one if len(parts) > 1 else parts[0]
     elif rest:
         size = (sum(part.elements for part in rest),)
-        whole = dataclasses.replace(rest[0], sent=size, received=size)
-        yield rest[0] if len(parts) == 1 else whole
+        yield dataclasses.replace(rest[0], sent=size, received=size)
 
 
 def _together(arrays: Sequence[CommunicatedArray]) -> list[CommunicatedArray]:

@@ -81,10 +81,19 @@ def per_layer(parts: Table, path: str) -> dict[str, Any]:
 # ViT and CLIP: a norm before each of two residual branches
 
 
+def parts_at(get: Get, at: str):
+    """Returns a function that applies a module below `at`, by its name, to a value."""
+
+    def part(name, value):
+        return apply(get(f"{at}.{name}"), value)
+
+    return part
+
+
 def before_and_after(get: Get, at: str, names, x, act, mask=None):
     """A layer of ViT or CLIP."""
     norms, attention, out = names
-    part = lambda name, value: apply(get(f"{at}.{name}"), value)  # noqa: E731
+    part = parts_at(get, at)
     seen = part(norms[0], x)
     qkv = [part(f"{attention}.{name}_proj", seen) for name in "qkv"]
     x = x + part(f"{attention}.{out}", attend(*qkv, mask=mask))
@@ -167,7 +176,7 @@ def modernbert(get: Get, tokens):
     x = apply(get("embeddings.tok_embeddings"), tokens)
     x = apply(get("embeddings.norm"), x)
     for layer in range(LAYERS):
-        part = lambda name, x, at=layer: apply(get(f"layers.{at}.{name}"), x)  # noqa: E731
+        part = parts_at(get, f"layers.{layer}")
         seen = part("attn_norm", x) if layer else x
         qkv = jnp.split(part("attn.Wqkv", seen), 3, -1)
         mask = jnp.abs(DISTANCES) <= (2 if layer else LENGTH)
@@ -211,7 +220,7 @@ def t5(get: Get, tokens):
     bias = apply(get(DISTANCE_BIAS), rows).transpose(2, 0, 1)[None]
     for layer in range(LAYERS):
         at = f"encoder.block.{layer}.layer"
-        part = lambda name, x, at=at: apply(get(f"{at}.{name}"), x)  # noqa: E731
+        part = parts_at(get, at)
         seen = part("0.layer_norm", x)
         qkv = [part(f"0.SelfAttention.{name}", seen) for name in "qkv"]
         x = x + part("0.SelfAttention.o", attend(*qkv, scale=1.0, bias=bias))
