@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from fsdp_jax._scopes import GATHERS, traced_function
+from fsdp_jax.step._remat_policy import Resharding
 
 REMAT = ("checkpoint", "remat", "remat2")
 CALLS = (*REMAT, "jit", "pjit", "closed_call")
@@ -49,7 +50,7 @@ class FlatTrace:
                 self._add(eqn.replace(invars=given, outvars=new, source_info=info))
                 continue
             if is_recomputed(eqn):
-                given = self._apart(given, info)
+                given = self._apart(eqn.params["policy"], given, info)
             inner, consts = called(eqn)
             own = dict(zip(inner.invars, given, strict=True))
             for v, value in zip(inner.constvars, consts, strict=True):
@@ -59,23 +60,24 @@ class FlatTrace:
             results = [operand(own, v) for v in inner.outvars]
             env.update(zip(eqn.outvars, results, strict=True))
 
-    def _apart(self, given: list[Any], info: Any) -> list[Any]:
+    def _apart(self, policy: Any, given: list[Any], info: Any) -> list[Any]:
         """Keeps recomputed values apart from those of forward, as jax does.
 
         jax puts one barrier around all operands of a checkpointed function. The shards
-        get one of their own, or their gather would wait for the other operands. Without
-        that of the others, what is saved would be fused into backward where it is
-        cheap; but then the next gather may begin while a unit of forward is unsharded.
+        get one of their own, or their gather would wait for the other operands. Where
+        all activations are saved, there is nothing else to keep apart: a barrier would
+        make XLA write each of them, and not fuse those that are cheap into backward.
         """
         variables = dict.fromkeys(v for v in given if isinstance(v, core.Var))
         moved: dict[Any, Any] = {}
-        for own in (True, False):
+        saves_all = policy == Resharding(None)
+        for own in (True,) if saves_all else (True, False):
             group = [v for v in variables if (v in self.of_shards) == own]
             if group:
                 barrier = barrier_of(group, info)
                 moved.update(zip(group, barrier.outvars, strict=True))
                 self._add(barrier)
-        return [moved[v] if isinstance(v, core.Var) else v for v in given]
+        return [moved.get(v, v) if isinstance(v, core.Var) else v for v in given]
 
     def _add(self, eqn: Any) -> None:
         self.eqns.append(eqn)
@@ -84,6 +86,16 @@ class FlatTrace:
             v in self.of_shards or v in self.consts for v in read
         ):
             self.of_shards.update(eqn.outvars)
+
+
+def is_var(v: Any) -> bool:
+    """Returns whether an operand is a variable, and no literal."""
+    return isinstance(v, core.Var)
+
+
+def name_of(eqn: Any) -> Any:
+    """Returns a variable that stands for an equation; None if it has no result."""
+    return eqn.outvars[0] if eqn.outvars else None
 
 
 def operand(env: dict[Any, Any], v: Any) -> Any:

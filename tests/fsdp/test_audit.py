@@ -20,7 +20,7 @@ from fsdp_jax.hlo._parse import parse
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step import _collectives
+from fsdp_jax.step import _collectives, _unit_order
 from fsdp_jax.training._compiler_options import compiler_options
 
 TX = optax.adamw(1e-3)
@@ -549,6 +549,35 @@ def test_merged_reductions_in_each_microbatch_are_named_by_their_elements(gpus):
     assert any(line.startswith("all-reduces over dp_outer") for line in found)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_backward_of_a_mean_waits_for_the_products_of_forward(gpus, waits, monkeypatch):
+    """Its gradient is a constant, so that products with it may run at any time."""
+    if not waits:
+        monkeypatch.setattr(_unit_order, "unimplied_reads", lambda *args: ())
+
+    def make(key):
+        weights = make_weights(key)["layers"]
+        return {
+            "layers": [jax.tree.map(lambda w, i=i: w[i], weights) for i in range(3)]
+        }
+
+    def loss(weights, batch):
+        for w in weights["layers"]:
+            batch, _ = fsdp.unit(layer)(w, batch)
+        return batch.mean()
+
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(devices=gpus), ["layers.*"])
+    step = fsdp.make_train_step(plan, loss, TX)
+    rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    program = step.lower(fsdp.abstract_state(plan, TX), rows)
+    program = program.compile(compiler_options=compiler_options())
+    if waits:
+        fsdp.audit_step(plan, program)
+    else:
+        found = differences(plan, program)
+        assert any("has 3 unsharded at once" in line for line in found)
+
+
 def test_weights_of_single_layers_kept_on_gpus_are_named(gpus):
     def make(key):
         single = jax.tree.map(lambda w: w[0], make_weights(key)["layers"])
@@ -576,6 +605,37 @@ def test_weights_of_single_layers_kept_on_gpus_are_named(gpus):
         "unit 'first'): the plan says it is gathered again for backward",
         "unit 'second'): the plan says it is gathered again for backward",
     }
+
+
+@pytest.mark.parametrize("is_once", [True, False], ids=["once", "again"])
+def test_a_table_goes_once_its_rows_are_read(gpus, is_once, monkeypatch):
+    """XLA would look rows up again in backward, beside two units of weights."""
+
+    def make(key):
+        weights = make_weights(key)
+        layers = [jax.tree.map(lambda w, i=i: w[i], weights["layers"]) for i in (0, 1)]
+        table = jnp.sin(jnp.arange(512.0 * WIDTH)).reshape(512, WIDTH)
+        return {"table": table, "layers": layers}
+
+    def loss(weights, tokens):
+        x = fsdp.unit(lambda table: table[tokens])(weights["table"])
+        for w in weights["layers"]:
+            x, _ = fsdp.unit(layer)(w, x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True)))
+        return jnp.mean(x**2)
+
+    if not is_once:
+        monkeypatch.setattr(_unit_order, "recomputable", lambda *args: {})
+    units = ["table", "layers.*"]
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(devices=gpus), units)
+    step = fsdp.make_train_step(plan, loss, TX)
+    tokens = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    lowered = step.lower(fsdp.abstract_state(plan, TX), tokens)
+    program = lowered.compile(compiler_options=compiler_options())
+    if is_once:
+        fsdp.audit_step(plan, program)
+    else:
+        found = differences(plan, program)
+        assert any("has 3 unsharded at once" in line for line in found)
 
 
 def test_what_nothing_computes_beside_is_named(gpus):
