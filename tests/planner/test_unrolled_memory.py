@@ -11,7 +11,10 @@ import pytest
 from flax import nnx
 
 import fsdp_jax as fsdp
+from fsdp_jax.planner import GPUS
+from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._memory import predict_memory
+from fsdp_jax.planner.liveness import _lifetimes
 from fsdp_jax.planner.liveness._overlapped_order import overlapped
 from fsdp_jax.planner.liveness._trace import on_one_device
 
@@ -40,6 +43,10 @@ class Model(nnx.Module):
         return x
 
 
+def mean_square(model, x):
+    return (model(x) ** 2).mean()
+
+
 def traced(prefetch, make=Model, unit=Block, shape=(ROWS, WIDTH), **config):
     plan = fsdp.fully_shard(
         lambda key: make(nnx.Rngs(key)),
@@ -47,7 +54,7 @@ def traced(prefetch, make=Model, unit=Block, shape=(ROWS, WIDTH), **config):
         units=[unit],
         config=fsdp.FSDPConfig(prefetch=prefetch, **config),
     )
-    step = fsdp.make_train_step(plan, lambda model, x: (model(x) ** 2).mean(), TX)
+    step = fsdp.make_train_step(plan, mean_square, TX)
     state = fsdp.abstract_state(plan, TX)
     batch = jax.ShapeDtypeStruct(shape, jnp.float32)
     return plan, state, batch, step.jitted.trace(state, batch).jaxpr
@@ -127,3 +134,47 @@ def test_the_gradient_of_the_values_comes_after_that_of_the_scores():
     assert ordered == 4
     # In the order of the trace the probabilities are freed before the last is made.
     assert plain == 3
+
+
+class Mlp(nnx.Module):
+    """So many tokens that what is saved for backward is larger than the weights."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 512, rngs=rngs)
+        self.down = nnx.Linear(512, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Mlps(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Mlp(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+# Cheap elementwise results are either there or computed again, as XLA sees fit.
+SAVED_TOLERANCE = 0.1
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
+def test_what_units_save_is_as_large_as_xla_makes_it(is_known, monkeypatch):
+    """jax marks what is saved by `reduce_precision`, which takes no memory itself."""
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
+    if not is_known:
+        views = _lifetimes.VIEWS - {"reduce_precision"}
+        monkeypatch.setattr(_lifetimes, "VIEWS", views)
+        monkeypatch.setattr(_lifetimes, "MAYBE_VIEWS", views | {"broadcast_in_dim"})
+    plan = fsdp.fully_shard(
+        lambda key: Mlps(nnx.Rngs(key)),
+        fsdp.make_mesh(devices=gpu_devices(GPUS["h200"], 8)),
+        units=[Mlp],
+    )
+    batch = jax.ShapeDtypeStruct((8 * 8192, 64), jnp.float32)
+    found = fsdp.estimate_step(plan, mean_square, TX, batch, gpu="h200")
+    error = abs(found.memory.total / found.compiled_bytes - 1)
+    assert (error < SAVED_TOLERANCE) == is_known

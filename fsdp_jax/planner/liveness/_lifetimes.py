@@ -26,6 +26,7 @@ VIEWS = {
     "reshard",
     "name",
     "pvary",
+    "reduce_precision",  # By which jax.checkpoint marks what it saves.
     "sharding_constraint",
     GRADIENT.name,
     SUM_OVER_BATCH.name,
@@ -228,7 +229,10 @@ def _written(
     """Returns the values that are in memory as whole arrays at some time."""
     written = set(program.inputs) - (generated - kept)
     readers = collections.Counter(
-        value for operation in program.operations for value in set(operation.inputs)
+        value
+        for operation in program.operations
+        if operation.name not in VIEWS
+        for value in _at_home(operation.inputs, homes)
     )
     for operation in program.operations:
         if operation.name in EXPENSIVE and readers[operation.outputs[0]] > 1:
