@@ -1,10 +1,8 @@
 """Decoder layer."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -22,19 +20,17 @@ from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._laurel import Laurel
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
-from bridge.models._layer_products import PLAIN, LayerProducts
+from bridge.models._layer_products import PLAIN, LayerProducts, set_products
 from bridge.models._layer_state import (
     AttentionMambaState,
     IndexedKeyValues,
     KeyValues,
     LayerState,
 )
-from bridge.models._linear import Linear
 from bridge.models._mamba import Mamba
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
-from bridge.models._moe import Experts as ExpertWeights
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
 from bridge.models._per_layer_input import PerLayerInput
@@ -186,7 +182,7 @@ class DecoderLayer(nnx.Module):
         self.constrain = constrain
         self.recurrence = recurrence
         self.batch_parts = batch_parts
-        _multiply_by(self, products)
+        set_products(self, products)
 
     def __call__(
         self,
@@ -431,37 +427,6 @@ def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
         narrow=config.residual_in_fp32,
         param_dtype=param_dtype,
     )
-
-
-def _projections(layer: nnx.Module) -> Iterator[Linear]:
-    """Yields the linear modules of attention and MLPs, shared experts' too.
-
-    Routers are none of them: their choices flip on small differences.
-    """
-    for _, module in nnx.iter_modules(layer):
-        if isinstance(module, SelfAttention | MLP):
-            yield from (one for one in vars(module).values() if isinstance(one, Linear))
-
-
-def with_products(layer: DecoderLayer, products: LayerProducts) -> DecoderLayer:
-    """Returns the layer with other products.
-
-    Args:
-      layer: Layer, which stays as it is.
-      products: Products of projections and experts.
-    """
-    copy = jax.tree.map(lambda leaf: leaf, layer)
-    _multiply_by(copy, products)
-    return copy
-
-
-def _multiply_by(layer: DecoderLayer, products: LayerProducts) -> None:
-    """Sets the products of a layer."""
-    for linear in _projections(layer):
-        linear.product = products.linear
-    for _, module in nnx.iter_modules(layer):
-        if isinstance(module, ExpertWeights):
-            module.product = products.experts
 
 
 def _make_attention(
