@@ -1,7 +1,6 @@
 """Decoder layer."""
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,11 +14,16 @@ from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._delta_net import DeltaNet
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._laurel import Laurel
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
+from bridge.models._layer_parts import (
+    RECURRENT_MIXERS,
+    make_attention,
+    make_channels,
+    make_norm,
+)
 from bridge.models._layer_products import PLAIN, LayerProducts, set_products
 from bridge.models._layer_state import (
     AttentionMambaState,
@@ -27,9 +31,6 @@ from bridge.models._layer_state import (
     KeyValues,
     LayerState,
 )
-from bridge.models._mamba import Mamba
-from bridge.models._mamba1 import Mamba1
-from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
@@ -38,9 +39,7 @@ from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
-from bridge.models._self_attention import LatentAttention, SelfAttention
 from bridge.models._shared_attention import SharedAttention, SharedStream
-from bridge.models._short_conv import ShortConv
 
 Stream = Float[Array, "batch seq embed"]
 Experts = Int[Array, "batch seq chosen"]
@@ -49,14 +48,6 @@ Carry = Stream | Streams | SelectedStream | SharedStream
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the residual stream that enters a layer."""
-
-# Mixers but attention, by the attribute of a layer that holds each.
-_MIXERS = {
-    "short_conv": ShortConv,
-    "delta_net": DeltaNet,
-    "mamba": Mamba,
-    "mamba1": Mamba1,
-}
 
 
 class LayerOutput(NamedTuple):
@@ -136,45 +127,19 @@ class DecoderLayer(nnx.Module):
         batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
-        placement = config.norm_placement
-        before, after = placement != "post", placement in ("post", "both")
-
-        def norm() -> Norm:
-            return make_norm(config, param_dtype)
-
-        mixes, feeds = kind.mixer is not None, kind.channels is not None
-        self.input_layernorm = norm() if before and mixes else None
+        self._make_norms(config, kind, param_dtype)
         self.mixer, self.is_full = kind.mixer, kind.is_full
         if kind.attends:
-            self.self_attn = _make_attention(
+            self.self_attn = make_attention(
                 config, kind, rngs, param_dtype, attention, constrain
             )
         recurrent = "mamba" if kind.mixer == "attention_mamba" else kind.mixer
-        if recurrent in _MIXERS:
-            mixer = _MIXERS[recurrent](config, rngs=rngs, param_dtype=param_dtype)
-            setattr(self, recurrent, mixer)
-        self.post_attention_layernorm = norm() if after else None
-        own = placement in ("pre", "both", "parallel_two")
-        self.pre_feedforward_layernorm = norm() if own and feeds else None
-        self.mlp = _make_channels(config, kind, rngs, param_dtype, dispatch)
-        self.post_feedforward_layernorm = norm() if after else None
-        scale = jnp.ones(1, param_dtype)
-        self.layer_scalar = nnx.Param(scale) if config.layer_scale else None
-        added = None
-        if config.per_layer_input is not None:
-            added = PerLayerInput(
-                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
-            )
-        self.per_layer_input = added
-        altup = laurel = None
-        if config.altup is not None:
-            altup = AltUp(config, rngs=rngs, param_dtype=param_dtype)
-        if config.laurel_rank is not None:
-            laurel = Laurel(
-                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
-            )
-        self.altup, self.laurel = altup, laurel
-        self.parallel = placement.startswith("parallel")
+        if recurrent in RECURRENT_MIXERS:
+            make = RECURRENT_MIXERS[recurrent]
+            setattr(self, recurrent, make(config, rngs=rngs, param_dtype=param_dtype))
+        self.mlp = make_channels(config, kind, rngs, param_dtype, dispatch)
+        self._make_additions(config, rngs, param_dtype, constrain)
+        self.parallel = config.norm_placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.multipliers = config.multipliers or MultipliersConfig()
         self.is_latent = config.mla is not None
@@ -183,6 +148,43 @@ class DecoderLayer(nnx.Module):
         self.recurrence = recurrence
         self.batch_parts = batch_parts
         set_products(self, products)
+
+    def _make_norms(
+        self, config: DecoderConfig, kind: LayerKind, param_dtype: DTypeLike
+    ) -> None:
+        """Makes the norms before and after mixer and MLP; None where there is none."""
+        placement = config.norm_placement
+        before, after = placement != "post", placement in ("post", "both")
+        own = placement in ("pre", "both", "parallel_two")
+        mixes, feeds = kind.mixer is not None, kind.channels is not None
+
+        def norm(exists: bool) -> Norm | None:
+            return make_norm(config, param_dtype) if exists else None
+
+        self.input_layernorm = norm(before and mixes)
+        self.post_attention_layernorm = norm(after)
+        self.pre_feedforward_layernorm = norm(own and feeds)
+        self.post_feedforward_layernorm = norm(after)
+
+    def _make_additions(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+        constrain: Constrain,
+    ) -> None:
+        """Makes what some families add to a layer; None where the config has none."""
+        scale = jnp.ones(1, param_dtype)
+        self.layer_scalar = nnx.Param(scale) if config.layer_scale else None
+        options: dict[str, Any] = {"rngs": rngs, "param_dtype": param_dtype}
+        added = altup = laurel = None
+        if config.per_layer_input is not None:
+            added = PerLayerInput(config, constrain=constrain, **options)
+        if config.altup is not None:
+            altup = AltUp(config, **options)
+        if config.laurel_rank is not None:
+            laurel = Laurel(config, constrain=constrain, **options)
+        self.per_layer_input, self.altup, self.laurel = added, altup, laurel
 
     def __call__(
         self,
@@ -414,71 +416,6 @@ def _output(
 ) -> LayerOutput:
     stats, experts = (None, None) if routed is None else routed
     return LayerOutput(stream, stats, cache, experts)
-
-
-def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
-    """Returns a norm for the residual stream."""
-    return Norm(
-        (config.hidden_size,),
-        config.norm,
-        config.norm_eps,
-        scale=config.norm_scale,
-        bias=config.norm_bias,
-        narrow=config.residual_in_fp32,
-        param_dtype=param_dtype,
-    )
-
-
-def _make_attention(
-    config: DecoderConfig,
-    kind: LayerKind,
-    rngs: nnx.Rngs,
-    param_dtype: DTypeLike,
-    attention: Attention,
-    constrain: Constrain,
-) -> SelfAttention:
-    make, full = LatentAttention if config.mla else SelfAttention, config.full_attention
-    if config.indexer is not None:
-        make = partial(IndexedAttention, indexes=kind.indexes)
-    elif full is not None and kind.is_full:
-        make = partial(SelfAttention, shared_key_value=full.shared_key_value)
-    if config.kv_sharing is not None:
-        same = full is not None and kind.is_full and full.shared_key_value
-        make = partial(SharedAttention, reuses=kind.reuses, shared_key_value=same)
-    return make(
-        config.of_kind(kind),
-        window=_shared_window(config),
-        rngs=rngs,
-        param_dtype=param_dtype,
-        attention=attention,
-        constrain=constrain,
-    )
-
-
-def _make_channels(
-    config: DecoderConfig,
-    kind: LayerKind,
-    rngs: nnx.Rngs,
-    param_dtype: DTypeLike,
-    dispatch: Dispatch,
-) -> MLP | MoE | None:
-    if kind.channels is None:
-        return None
-    if kind.channels == "sparse":
-        return MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
-    return MLP(
-        config,
-        config.mlp_width(kind),
-        bias=config.mlp_bias,
-        sparsity=config.gate_sparsity if kind.cuts_gate else None,
-        rngs=rngs,
-        param_dtype=param_dtype,
-    )
-
-
-def _shared_window(config: DecoderConfig) -> int | None:
-    windows = set(config.windows)
-    return windows.pop() if len(windows) == 1 else None
 
 
 def _apply(norm: Norm | None, x: Stream) -> Stream:
