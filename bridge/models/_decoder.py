@@ -12,7 +12,7 @@ from bridge.models._altup import StreamProjections
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._decoder_layer import DecoderLayer, Stream
+from bridge.models._decoder_layer import DecoderLayer
 from bridge.models._float8 import Product, plain_product
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
@@ -30,6 +30,7 @@ from bridge.models._layer_loop import (
     run_layers,
     sparse_layers,
 )
+from bridge.models._layer_mixer import Stream
 from bridge.models._layer_parts import make_norm
 from bridge.models._layer_products import LayerProducts, products_of_layers
 from bridge.models._layer_state import LayerState

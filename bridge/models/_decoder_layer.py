@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Int
 
 from bridge.models._altup import AltUp, Streams
-from bridge.models._attention import Attention, Window, dot_product_attention
+from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
@@ -18,6 +18,15 @@ from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._laurel import Laurel
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
+from bridge.models._layer_mixer import (
+    MixerInputs,
+    MixerOutput,
+    Stream,
+    run_attention,
+    run_indexed_attention,
+    run_recurrent_mixer,
+    run_shared_attention,
+)
 from bridge.models._layer_parts import (
     RECURRENT_MIXERS,
     make_attention,
@@ -27,8 +36,6 @@ from bridge.models._layer_parts import (
 from bridge.models._layer_products import PLAIN, LayerProducts, set_products
 from bridge.models._layer_state import (
     AttentionMambaState,
-    IndexedKeyValues,
-    KeyValues,
     LayerState,
 )
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
@@ -39,9 +46,9 @@ from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
+from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention, SharedStream
 
-Stream = Float[Array, "batch seq embed"]
 Experts = Int[Array, "batch seq chosen"]
 PerLayer = dict[str, Array]
 Carry = Stream | Streams | SelectedStream | SharedStream
@@ -65,30 +72,6 @@ class LayerOutput(NamedTuple):
     router_stats: RouterStats | None
     cache: LayerState | None
     experts: Experts | None
-
-
-class _Context(NamedTuple):
-    """What the mixer of a layer reads beside its input.
-
-    Attributes:
-      tables: Tables of the positions.
-      window: Attention window in tokens; None for the one of all layers.
-      segment_ids: Segment of each token; None for one segment.
-      slots: Slots of the tokens in the cache; None without a cache.
-      is_token: False behind the last token of a row; None if all are tokens.
-      selected: Keys that the last indexer selected; None for all.
-      shared: Stream and the keys and values that layers share; None if they do not.
-      own_input: Input that the layer has of each token; None for none.
-    """
-
-    tables: PositionTables
-    window: Window
-    segment_ids: Int[Array, "batch seq"] | None
-    slots: Slots | None
-    is_token: Mask
-    selected: Selected | None = None
-    shared: SharedStream | None = None
-    own_input: Float[Array, "batch seq size"] | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -142,8 +125,6 @@ class DecoderLayer(nnx.Module):
         self.parallel = config.norm_placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.multipliers = config.multipliers or MultipliersConfig()
-        self.is_latent = config.mla is not None
-        self.is_indexed = kind.attends and config.indexer is not None
         self.constrain = constrain
         self.recurrence = recurrence
         self.batch_parts = batch_parts
@@ -222,7 +203,7 @@ class DecoderLayer(nnx.Module):
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
         own = _pick(tables, per_layer.get("table"))
-        context = _Context(
+        inputs = MixerInputs(
             own.of_full() if self.is_full else own,
             per_layer.get("window"),
             segment_ids,
@@ -233,8 +214,8 @@ class DecoderLayer(nnx.Module):
             per_layer.get("input"),
         )
         if self.batch_parts == 1 or slots is not None:
-            return self._run(x, selected, experts, context, cache)
-        rows = (x, selected, experts, context)
+            return self._run(x, selected, experts, inputs, cache)
+        rows = (x, selected, experts, inputs)
         parts = split_rows(rows, len(x), self.batch_parts)
         return join_rows(
             [self._run(own, keys, chosen, at, cache) for own, keys, chosen, at in parts]
@@ -245,116 +226,81 @@ class DecoderLayer(nnx.Module):
         x: Stream,
         selected: Selected | None,
         experts: Experts | None,
-        context: "_Context",
+        inputs: MixerInputs,
         cache: LayerState | None,
     ) -> LayerOutput:
         """Runs the layer on some rows."""
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
-        shared, predicted = context.shared, None
+        predicted = None
         if self.altup is not None:
             predicted = self.altup.predict(x)
             x = predicted[:, :, self.altup.active]
         normed = _apply(self.input_layernorm, x)
         normed_input = self.constrain(normed, "input")
-        if self.mixer == "attention_mamba":
-            mixer_output, cache = self._mix_both(normed_input, cache, context)
-        elif self.is_indexed:
-            mixer_output, cache, chosen = self._attend_selected(normed, cache, context)
-            if selected is not None and chosen is not None:
-                selected = chosen.astype(selected.dtype)
-        elif shared is not None:
-            mixer_output, cache, shared = self._attend_shared(
-                normed_input, cache, context, shared
-            )
-        elif self.mixer == "attention":
-            # Latent attention constrains its latent vectors instead of its input.
-            mixer_input = normed if self.is_latent else normed_input
-            mixer_output, cache = self._attend(mixer_input, cache, context)
-        else:
-            mixer_output, cache = self._recur(self.mixer, normed_input, cache, context)
+        mixed = self._mix(normed, normed_input, cache, inputs)
         residual = None if self.laurel is None else self.laurel(normed)
-        stream, routed = self._add(x, normed_input, mixer_output, experts, residual)
-        if self.per_layer_input is not None and context.own_input is not None:
-            stream = self._add_input(stream, predicted, context.own_input)
+        stream, routed = self._add(x, normed_input, mixed.output, experts, residual)
+        if self.per_layer_input is not None and inputs.own_input is not None:
+            stream = self._add_input(stream, predicted, inputs.own_input)
         if self.layer_scalar is not None:
             stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
-        after = stream if selected is None else SelectedStream(stream, selected)
-        after = after if shared is None else shared._replace(stream=stream)
-        return _output(after, routed, cache)
+        after = stream
+        if selected is not None:
+            if mixed.selected is not None:
+                selected = mixed.selected.astype(selected.dtype)
+            after = SelectedStream(stream, selected)
+        if mixed.shared is not None:
+            after = mixed.shared._replace(stream=stream)
+        return _output(after, routed, mixed.cache)
 
-    def _attend_selected(
-        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
-    ) -> tuple[Stream, LayerState | None, Selected | None]:
-        """Returns the output of attention to selected keys, its cache, and the keys."""
-        attn, own, before = self.self_attn, context.tables, context.selected
-        assert isinstance(attn, IndexedAttention)
-        if context.slots is not None and isinstance(
-            cache, KeyValues | IndexedKeyValues
-        ):
-            return attn.extend_selected(mixer_input, own, cache, context.slots, before)
-        ids = context.segment_ids
-        selected = attn.select(mixer_input, own, ids, before)
-        return attn(mixer_input, own, ids, selected=selected), cache, selected
-
-    def _attend_shared(
+    def _mix(
         self,
-        mixer_input: Stream,
+        normed: Stream,
+        normed_input: Stream,
         cache: LayerState | None,
-        context: "_Context",
-        shared: SharedStream,
-    ) -> tuple[Stream, LayerState | None, SharedStream]:
-        """Returns the output of attention, its cache, and what later layers read."""
-        attn, name = self.self_attn, "full" if self.is_full else "sliding"
-        assert isinstance(attn, SharedAttention)
-        before, own, window = getattr(shared, name), context.tables, context.window
-        if context.slots is None:
-            ids = context.segment_ids
-            out, used = attn.attend_shared(mixer_input, own, ids, window, before)
-        else:
-            if cache is not None:
-                assert isinstance(cache, KeyValues)
-            out, cache, used = attn.extend_shared(
-                mixer_input, own, cache, context.slots, window, before
+        inputs: MixerInputs,
+    ) -> MixerOutput:
+        """Runs the mixer on the normed stream, or on the same constrained as input."""
+        if self.mixer == "attention_mamba":
+            return self._mix_both(normed_input, cache, inputs)
+        if self.mixer is not None and self.mixer != "attention":
+            return self._recur(self.mixer, normed_input, cache, inputs)
+        attention, shared = self.self_attn, inputs.shared
+        if isinstance(attention, IndexedAttention):
+            return run_indexed_attention(attention, normed, cache, inputs)
+        if isinstance(attention, SharedAttention) and shared is not None:
+            return run_shared_attention(
+                attention, normed_input, cache, inputs, shared, is_full=self.is_full
             )
-        return out, cache, shared._replace(**{name: used})
-
-    def _attend(
-        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
-    ) -> tuple[Stream, LayerState | None]:
-        """Returns the output of attention, and its cache with the new tokens."""
-        own, window = context.tables, context.window
-        if isinstance(cache, KeyValues) and context.slots is not None:
-            return self.self_attn.extend(mixer_input, own, cache, context.slots, window)
-        return self.self_attn(mixer_input, own, context.segment_ids, window), cache
+        # Latent attention constrains its latent vectors instead of its input.
+        latent = isinstance(attention, LatentAttention)
+        return run_attention(
+            attention, normed if latent else normed_input, cache, inputs
+        )
 
     def _recur(
-        self,
-        name: str,
-        mixer_input: Stream,
-        cache: LayerState | None,
-        context: "_Context",
-    ) -> tuple[Stream, LayerState | None]:
-        """Returns the output of a mixer with a state, and the state after it."""
+        self, name: str, x: Stream, cache: LayerState | None, inputs: MixerInputs
+    ) -> MixerOutput:
+        """Runs the mixer with a state that is the attribute `name`."""
         mixer = getattr(self, name)
-        if cache is None:
-            return self.recurrence(mixer, mixer_input, context.segment_ids), None
-        return mixer.extend(mixer_input, cache, context.is_token)
+        return run_recurrent_mixer(mixer, self.recurrence, x, cache, inputs)
 
     def _mix_both(
-        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
-    ) -> tuple[Stream, LayerState | None]:
-        """Returns the sum of attention and Mamba side by side, and both caches."""
+        self, mixer_input: Stream, cache: LayerState | None, inputs: MixerInputs
+    ) -> MixerOutput:
+        """Runs attention and Mamba side by side, and adds their outputs."""
         factors, caches = self.multipliers, (None, None)
         if isinstance(cache, AttentionMambaState):
             caches = cache
         attention_input = scale_by(mixer_input, factors.attention_in)
-        attended, key_values = self._attend(attention_input, caches[0], context)
-        recurred, state = self._recur("mamba", mixer_input, caches[1], context)
-        attended = scale_by(attended, factors.attention_out)
-        recurred = scale_by(recurred, factors.mamba_out)
-        after = None if cache is None else AttentionMambaState(key_values, state)  # pyright: ignore[reportArgumentType]
-        return attended + recurred, after
+        attended = run_attention(self.self_attn, attention_input, caches[0], inputs)
+        recurred = self._recur("mamba", mixer_input, caches[1], inputs)
+        after = None
+        if cache is not None:
+            after = AttentionMambaState(attended.cache, recurred.cache)  # pyright: ignore[reportArgumentType]
+        output = scale_by(attended.output, factors.attention_out)
+        return MixerOutput(output + scale_by(recurred.output, factors.mamba_out), after)
 
     def _add(
         self,
