@@ -14,6 +14,12 @@ from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
+from bridge.models._decoder_parts import (
+    RECURRENT_MIXERS,
+    make_attention,
+    make_channels,
+    make_norm,
+)
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._laurel import Laurel
@@ -26,12 +32,6 @@ from bridge.models._layer_mixer import (
     run_indexed_attention,
     run_recurrent_mixer,
     run_shared_attention,
-)
-from bridge.models._layer_parts import (
-    RECURRENT_MIXERS,
-    make_attention,
-    make_channels,
-    make_norm,
 )
 from bridge.models._layer_products import PLAIN, LayerProducts, set_products
 from bridge.models._layer_state import (

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer, made by the config and the layer's kind."""
+"""Parts of a decoder and of its layers, made by the config and a layer's kind."""
 
 from functools import partial
 
@@ -11,6 +11,7 @@ from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._layer_kinds import LayerKind
+from bridge.models._linear import Linear
 from bridge.models._mamba import Mamba
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
@@ -38,6 +39,18 @@ def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
         scale=config.norm_scale,
         bias=config.norm_bias,
         narrow=config.residual_in_fp32,
+        param_dtype=param_dtype,
+    )
+
+
+def make_head(config: DecoderConfig, rngs: nnx.Rngs, param_dtype: DTypeLike) -> Linear:
+    """Returns the output projection of a decoder without tied embeddings."""
+    return Linear(
+        (config.hidden_size,),
+        (config.vocab_size,),
+        bias=config.head_bias,
+        std=config.initializer_range,
+        rngs=rngs,
         param_dtype=param_dtype,
     )
 
