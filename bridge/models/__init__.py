@@ -19,6 +19,7 @@ from bridge.models._decoder import Decoder as Decoder
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
 from bridge.models._delta_net_config import DeltaNetConfig as DeltaNetConfig
 from bridge.models._flash_kernel import FlashKernel as FlashKernel
+from bridge.models._float8 import Product as Product
 from bridge.models._float8 import float8_product as float8_product
 from bridge.models._float8_grouped import GroupedProduct as GroupedProduct
 from bridge.models._float8_grouped import float8_grouped_matmul as float8_grouped_matmul

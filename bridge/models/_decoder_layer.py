@@ -239,17 +239,15 @@ class DecoderLayer(nnx.Module):
         normed = _apply(self.input_layernorm, x)
         normed_input = self.constrain(normed, "input")
         mixed = self._mix(normed, normed_input, cache, inputs)
+        if selected is not None and mixed.selected is not None:
+            selected = mixed.selected.astype(selected.dtype)
         residual = None if self.laurel is None else self.laurel(normed)
         stream, routed = self._add(x, normed_input, mixed.output, experts, residual)
         if self.per_layer_input is not None and inputs.own_input is not None:
             stream = self._add_input(stream, predicted, inputs.own_input)
         if self.layer_scalar is not None:
             stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
-        after = stream
-        if selected is not None:
-            if mixed.selected is not None:
-                selected = mixed.selected.astype(selected.dtype)
-            after = SelectedStream(stream, selected)
+        after = stream if selected is None else SelectedStream(stream, selected)
         if mixed.shared is not None:
             after = mixed.shared._replace(stream=stream)
         return _output(after, routed, mixed.cache)
