@@ -178,6 +178,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     Raises:
       FileNotFoundError: If the path does not exist.
       ValueError: If it is not a safetensors checkpoint, or is damaged.
+
+    Examples:
+      >>> checkpoint = bridge.open_checkpoint("small-llama")
+      >>> checkpoint.shape("model.norm.weight")
+      (16,)
+      >>> checkpoint.read("model.norm.weight", (slice(0, 2),))
+      array([1., 1.], dtype=float32)
     """
     check_local(path)
     path = Path(path)

@@ -61,6 +61,12 @@ def load_megatron(
       FileNotFoundError: If there is no checkpoint.
       ValueError: If the checkpoint is damaged, if its model is not supported, or if
         `like`, `config` and checkpoint do not match; all mismatches are listed.
+
+    Examples:
+      >>> bridge.save_megatron(path, params, config)
+      >>> loaded = bridge.load_megatron(path, like)
+      >>> jax.tree.all(jax.tree.map(jnp.array_equal, loaded, params))
+      True
     """
     source, config = open_decoder(path, config)
     return load(source, weight_mapping(config), like, progress=progress)
