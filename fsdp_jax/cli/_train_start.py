@@ -1,4 +1,4 @@
-"""Start of a training run: its model, the step it goes on from, and its options."""
+"""Start of a training run: its model, the step it goes on from, options and state."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
+
 import fsdp_jax as fsdp
 from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._model_source import (
     Checkpoint,
     Origin,
+    RandomModel,
     open_any,
     open_random,
     open_run,
@@ -108,6 +112,38 @@ def options_at_start(
     if "optimizer" in stored and "train" not in stored:
         defaults |= settings_of_import(stored, typed)
     return merge_options(typed, stored.get("train", {}), defaults)
+
+
+def start_state(
+    origin: Origin,
+    resumed: Checkpoint | None,
+    plan: fsdp.Plan,
+    tx: optax.GradientTransformation,
+    loss_scale: fsdp.training.LossScale | None,
+    seed: int = 0,
+) -> fsdp.TrainState:
+    """Makes the state that training starts from, or loads it as it was saved.
+
+    Args:
+      origin: Model.
+      resumed: Step to resume from; None for a new run.
+      plan: Plan from `plan_decoder`.
+      tx: Optimizer.
+      loss_scale: Loss scale of the state; None for none.
+      seed: Seed of random weights.
+    """
+    if resumed is None and isinstance(origin, RandomModel):
+        params = fsdp.init_params(plan, jax.random.key(seed))
+        return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
+    if resumed is None:
+        if plan.config.lora is None:
+            params = origin.load_params(plan.params)
+        else:
+            base = origin.load_params(fsdp.training.abstract_base_params(plan))
+            params = fsdp.training.add_lora(plan, base, jax.random.key(0))
+        return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
+    like = fsdp.abstract_state(plan, tx, loss_scale)
+    return fsdp.load(resumed.path, like, step=resumed.step)
 
 
 def _length(typed: Mapping[str, Any], steps: int) -> dict[str, int]:

@@ -27,7 +27,6 @@ from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import (
     Origin,
     files_to_carry,
-    start_state,
 )
 from fsdp_jax.cli._options import Devices, Group
 from fsdp_jax.cli._preference_loss import (
@@ -72,6 +71,7 @@ from fsdp_jax.cli._train_start import (
     check_steps,
     open_start,
     options_at_start,
+    start_state,
 )
 from fsdp_jax.cli._training_data import (
     TrainingData,
