@@ -13,7 +13,7 @@ import numpy as np
 from bridge._box import as_index, complete
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 from bridge.hf._import_plan import ImportPlan, plan_of
 from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import TensorSource, read_torch_file
+from bridge.formats._torch_zip import read_torch_file
 from bridge.megatron._names import canonical_tensors
 from bridge.megatron.read._dcp import DcpDirectory, open_dcp
 from bridge.megatron.read._find import find_format, find_iteration

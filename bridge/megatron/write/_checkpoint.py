@@ -11,8 +11,8 @@ from typing import Any, Literal
 from bridge._local_path import check_local
 from bridge._new_directory import check_free
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_writer import TorchWriter
-from bridge.formats._torch_zip import TensorSource
 from bridge.megatron._key_mapping import hybrid_pattern
 from bridge.megatron._pipeline import Pipeline
 from bridge.megatron._ranks import ParallelSizes
