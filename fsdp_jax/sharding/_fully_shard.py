@@ -58,18 +58,19 @@ def fully_shard(
       make_model: Function of a PRNG key that returns an nnx or equinox module, linen
         variables, or any pytree of arrays.
       mesh: Device mesh from `make_mesh`.
-      units: Classes (flax.nnx, equinox), which any of their methods enters; methods
-        (`Decoder.embed`), if only these are to; path patterns (`"layers.*"`: one `*` a
-        path component, for linen modules and for functions marked with `fsdp.unit`);
-        or one of them in `Stacked`. Empty: the model is one unit.
-      config: Strategy, precision and replicated parameters; default `FSDPConfig()`,
-        ZeRO-3.
+      units: Units, whose weights are gathered and freed together. A class (flax.nnx,
+        equinox) is entered by any of its methods; a method (`Decoder.embed`) is the
+        only one that enters; a path pattern (`"layers.*"`, one `*` a path component)
+        is for linen modules and for functions marked with `fsdp.unit`. Stacked layers
+        are one of these in `Stacked`. Without units the model is a single one.
+      config: Strategy, precision and other options; None for `FSDPConfig()`, ZeRO-3.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: If the mesh cannot be planned for, a unit or a pattern matches
+      ValueError: If the mesh lacks an axis of `make_mesh`, or has several devices on
+        `tp` or `cp` that the config does not use; if a unit or a pattern matches
         nothing, or the placements do not fit the mesh; all offenders in one message.
 
     Examples:
