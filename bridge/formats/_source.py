@@ -21,7 +21,7 @@ from bridge.formats._index import read_sharded
 from bridge.formats._other_formats import describe_names
 from bridge.formats._ranges import read_bytes, read_range
 from bridge.formats._safetensors import TensorInfo, read_header, read_metadata
-from bridge.formats._tensor_source import TensorSource
+from bridge.formats._tensor_source import NamedTensors
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -94,7 +94,7 @@ def read_into(
 
 
 @dataclasses.dataclass(frozen=True)
-class SafetensorsSource(TensorSource):
+class SafetensorsSource(NamedTensors):
     """Tensors of one or more safetensors files.
 
     Args:

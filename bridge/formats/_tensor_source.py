@@ -1,4 +1,4 @@
-"""Source of tensors by name, each with a shape, a dtype and a way to be read."""
+"""Tensors by name, each with a shape and a dtype; and a source that reads them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,20 +8,19 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorSource:
-    """Source of lazy tensors by name.
+class NamedTensors:
+    """Tensors by name: the part of a `Source` that reads no data.
 
     Args:
       name: Name of the checkpoint.
-      tensors: Objects with `shape`, `dtype` and `read(slices)`, such as `LazyTensor`,
-        by name.
+      tensors: Objects with `shape` and `dtype`, by name.
     """
 
     name: str
     tensors: Mapping[str, Any]
 
     def keys(self) -> tuple[str, ...]:
-        """Returns the names of all tensors."""
+        """Returns the names of all tensors, in the order of `tensors`."""
         return tuple(self.tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -31,6 +30,17 @@ class TensorSource:
     def dtype(self, key: str) -> np.dtype:
         """Returns the stored dtype of a tensor."""
         return self.tensors[key].dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSource(NamedTensors):
+    """Source of lazy tensors by name.
+
+    Args:
+      name: Name of the checkpoint.
+      tensors: Objects with `shape`, `dtype` and `read(slices)`, such as `LazyTensor`,
+        by name.
+    """
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
         """Reads a tensor, or the region selected by `slices`."""
