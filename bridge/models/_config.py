@@ -134,6 +134,11 @@ class DecoderConfig(DecoderFields):
 
     Raises:
       ValueError: If a field has an invalid value, or fields are inconsistent.
+
+    Examples:
+      >>> config = DecoderConfig(64, 16, 32, num_hidden_layers=2, num_attention_heads=2)
+      >>> config.head_dim, [stack.path for stack in config.layer_stacks]
+      (8, ['layers'])
     """
 
     def __post_init__(self):

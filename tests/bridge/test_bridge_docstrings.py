@@ -6,6 +6,7 @@ What examples share is the first block of `docs/pages/reference/bridge.md`.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,11 @@ PAGE = "docs/pages/reference/bridge.md"
 # A protocol, which nobody calls: its methods have no arguments to tell apart.
 PROTOCOLS = {"Source"}
 NEEDS_TORCH = {"to_torch"}
+# What the pages name first of its packages.
+FURTHER = (
+    *("adapt.conv", "adapt.linear", "megatron.from_args", "megatron.open_megatron"),
+    *("models.DecoderConfig", "models.generate", "models.tensor_parallel_rules"),
+)
 
 
 def names() -> list[str]:
@@ -49,7 +55,7 @@ def _case(name: str) -> Any:
     return pytest.param(name, marks=[pytest.mark.torch] * (name in NEEDS_TORCH))
 
 
-@pytest.mark.parametrize("name", [_case(name) for name in names()])
+@pytest.mark.parametrize("name", [_case(name) for name in (*names(), *FURTHER)])
 def test_the_example_of_a_public_name_of_bridge_runs(name, namespace, tmp_path):
-    doc = inspect.getdoc(getattr(bridge, name)) or ""
+    doc = inspect.getdoc(operator.attrgetter(name)(bridge)) or ""
     assert failures(doc, namespace | {"path": str(tmp_path)}) == ""

@@ -18,7 +18,7 @@ ENTRY = re.compile(r"^  \*{0,2}(\w+): \S", re.M)
 def sections(doc: str) -> dict[str, str]:
     """The text of each section of a docstring, and its first line under ""."""
     heads = list(SECTION.finditer(doc))
-    ends = [*(head.start() for head in heads[1:]), len(doc)]
+    ends = [*(head.start() for head in heads), len(doc)][1:]
     texts = {
         head[1]: doc[head.end() : end] for head, end in zip(heads, ends, strict=True)
     }

@@ -93,6 +93,12 @@ def open_megatron(path: str | os.PathLike[str]) -> MegatronCheckpoint:
       FileNotFoundError: If `path` does not exist.
       ValueError: If `path` is not a Megatron checkpoint, has an unsupported format
         (zarr), is incomplete or damaged, or contains a pickle that would execute code.
+
+    Examples:
+      >>> bridge.save_megatron(path, params, config)
+      >>> checkpoint = bridge.megatron.open_megatron(path)
+      >>> checkpoint.args["num_layers"], len(checkpoint.source.keys())
+      (2, 15)
     """
     directory = find_iteration(Path(path))
     format_ = find_format(directory)
