@@ -20,6 +20,13 @@ def linear(
       bias: Whether both have a bias.
       flattened: Shape `(channels, ...)` of the feature map, without batch dim, if the
         input is a flattened one: PyTorch flattens channels first, JAX channels last.
+
+    Examples:
+      >>> state = {"head.weight": np.ones((4, 3), np.float32)}
+      >>> tree = {"head": {"kernel": jax.ShapeDtypeStruct((3, 4), jnp.float32)}}
+      >>> rules = [bridge.adapt.linear("head", "head", bias=False)]
+      >>> bridge.from_torch(state, tree, rules)["head"]["kernel"].shape
+      (3, 4)
     """
     layout, sizes = "out in -> in out", {}
     if flattened is not None:
@@ -38,6 +45,13 @@ def conv(source: str, destination: str, *, ndim: int, bias: bool = True) -> Adap
       destination: Path of the module in the tree.
       ndim: Number of spatial dims: 1, 2 or 3.
       bias: Whether both have a bias.
+
+    Examples:
+      >>> state = {"head.weight": np.ones((8, 3, 5, 5), np.float32)}
+      >>> tree = {"head": {"kernel": jax.ShapeDtypeStruct((5, 5, 3, 8), jnp.float32)}}
+      >>> rules = [bridge.adapt.conv("head", "head", ndim=2, bias=False)]
+      >>> bridge.from_torch(state, tree, rules)["head"]["kernel"].shape
+      (5, 5, 3, 8)
     """
     space = spatial(ndim)
     layout = f"out in {space} -> {space} in out"

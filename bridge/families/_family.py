@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bridge.families._dim_sizes import capture, sizes_of
 from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig, LayerKind, LayerStack
 from bridge.rules._mapping import Mapping as WeightMapping
@@ -70,11 +71,6 @@ class Layers:
             source=tuple(prefix + name for name in rule.sources),
             destination=tuple(f"{stack.path}.{name}" for name in rule.destinations),
         )
-
-
-def capture(number: int) -> str:
-    """Name of the dim that counts the layers of a stack."""
-    return f"layer_{number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,97 +178,3 @@ class Family:
             return len(held.symmetric_difference(expected)), len(others)
 
         return min(self.mappings(config), key=unlike)
-
-
-def sizes_of(config: DecoderConfig) -> dict[str, int | range]:
-    """Returns the size of each dim that rules name, and each stack's layers."""
-    sizes: dict[str, int | range] = {
-        "one": 1,
-        "two": 2,
-        "three": 3,
-        "vocab": config.vocab_size,
-        "positions": config.max_position_embeddings + config.position_offset,
-        "embed": config.hidden_size,
-        "embed_out": config.hidden_size,
-        "mlp": config.intermediate_size,
-        "heads": config.num_attention_heads,
-        "head": config.num_attention_heads,
-        "kv_head": config.num_key_value_heads,
-        "kv_heads": config.num_key_value_heads,
-        "queries_of_key": config.num_attention_heads // config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "v_head_dim": config.v_head_dim,
-    }
-    if (moe := config.moe) is not None:
-        sizes |= {
-            "expert": moe.num_experts,
-            "experts": moe.num_experts,
-            "expert_mlp": moe.intermediate_size,
-            "expert_embed": moe.latent_size or config.hidden_size,
-            "shared_mlp": moe.shared_intermediate_size or 0,
-        }
-    if (mla := config.mla) is not None:
-        sizes |= {
-            "q_rank": mla.q_lora_rank or 0,
-            "kv_rank": mla.kv_lora_rank,
-            "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
-            "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
-        }
-    if (full := config.full_attention) is not None:
-        sizes |= {
-            "full_head_dim": full.head_dim,
-            "full_kv_heads": full.num_key_value_heads,
-        }
-    if (sharing := config.kv_sharing) is not None:
-        sizes["reusing_mlp"] = sharing.intermediate_size
-    if (inputs := config.per_layer_input) is not None:
-        sizes |= {
-            "layer_input": inputs.size,
-            "layer_inputs": inputs.size * config.num_hidden_layers,
-            "layer_input_vocab": inputs.vocab_size,
-        }
-    if (altup := config.altup) is not None:
-        count = altup.num_streams
-        sizes |= dict.fromkeys(("streams", "streams_in", "streams_out"), count)
-        sizes["other_stream"] = count - 1
-    if config.laurel_rank is not None:
-        sizes["laurel_rank"] = config.laurel_rank
-    if (indexer := config.indexer) is not None:
-        sizes |= {"index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
-    sizes |= _mixer_sizes(config)
-    for number, stack in enumerate(config.layer_stacks):
-        sizes[capture(number)] = stack.layers
-    return sizes
-
-
-def _mixer_sizes(config: DecoderConfig) -> dict[str, int | range]:
-    """Returns the sizes of the dims of mixers other than attention."""
-    sizes: dict[str, int | range] = {}
-    if (conv := config.short_conv) is not None:
-        sizes["conv_kernel"] = conv.kernel_size
-    if (delta := config.delta_net) is not None:
-        sizes |= {
-            "conv_kernel": delta.kernel_size,
-            "key_heads": delta.num_key_heads,
-            "value_heads": delta.num_value_heads,
-            "values_of_key": delta.num_value_heads // delta.num_key_heads,
-            "key_dim": delta.key_head_dim,
-            "value_dim": delta.value_head_dim,
-        }
-    if (mamba := config.mamba) is not None:
-        sizes |= {
-            "conv_kernel": mamba.kernel_size,
-            "mamba_heads": mamba.num_heads,
-            "mamba_dim": mamba.head_dim,
-            "mamba_groups": mamba.num_groups,
-            "mamba_state": mamba.state_size,
-            "group_width": mamba.num_heads // mamba.num_groups * mamba.head_dim,
-        }
-    if (mamba1 := config.mamba1) is not None:
-        sizes |= {
-            "conv_kernel": mamba1.kernel_size,
-            "channels": mamba1.num_channels,
-            "channel_state": mamba1.state_size,
-            "step_rank": mamba1.time_step_rank,
-        }
-    return sizes

@@ -1,4 +1,4 @@
-"""Parts shared by GPT-2, GPT-J and their descendants: names of fields."""
+"""Parts shared by GPT-2, GPT-J and their descendants: names of fields, constants."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +17,16 @@ SIZES = {
     "initializer_range": Field(0.02),
     "tie_word_embeddings": Field(True),
 }
+LAYERS = {
+    "norm": "layer",
+    "norm_bias": True,
+    "gated_mlp": False,
+    "mlp_bias": True,
+    "attention_bias": True,
+    "attention_out_bias": True,
+}
+"""Constants of layers as GPT-2 has them: layer norms, plain MLPs, biases everywhere."""
+
 # Dropout is not part of the decoder.
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 

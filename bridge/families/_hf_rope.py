@@ -139,13 +139,7 @@ def rope_by_layer_type(
     names = (*_ROPE_FIELDS, *([sliding_name] if sliding_name else []))
 
     def read(fields: Fields) -> dict[str, Any]:
-        nested = fields.get("rope_parameters") or {}
-        if not isinstance(nested, Mapping) or set(nested) - set(_LAYER_TYPES):
-            raise ValueError(
-                f"rope_parameters = {nested!r}: this family has one rope for each of "
-                f"{', '.join(_LAYER_TYPES)}"
-            )
-        _check_type_key(fields.get("rope_scaling"))
+        nested = _nested_ropes(fields)
         nested = nested or ({} if default is None else {_LAYER_TYPES[0]: default})
         full, sliding = (nested.get(kind) or {} for kind in _LAYER_TYPES)
         local = fields[sliding_name] if sliding_name else None
@@ -164,16 +158,10 @@ def rope_by_layer_type(
                 {"rope_theta": local or sliding_theta},
             ),
         }
+        beside = fields["partial_rotary_factor"] if default is None else None
+        types = TYPES if default is None else (*TYPES, _PARTIAL)
         for rope in ropes.values():
-            _check_type(rope, TYPES if default is None else (*TYPES, _PARTIAL))
-            if rope.rope_type != _PARTIAL:
-                beside = fields["partial_rotary_factor"] if default is None else None
-                _check_whole(rope, beside)
-            if rope.truncate is False:
-                raise ValueError(
-                    "truncate = False: transformers reads the field of a rope for all "
-                    "layers alone; remove it or set it to true"
-                )
+            _check_of_layer_type(rope, types, beside)
         return ropes
 
     def write(config: DecoderConfig) -> dict[str, Any]:
@@ -189,6 +177,32 @@ def rope_by_layer_type(
         return full
 
     return FieldTransform(names, read, write, dict.fromkeys(names))
+
+
+def _nested_ropes(fields: Fields) -> Fields:
+    """Returns the rope of each type of layer that a file gives; empty for none."""
+    nested = fields.get("rope_parameters") or {}
+    if not isinstance(nested, Mapping) or set(nested) - set(_LAYER_TYPES):
+        raise ValueError(
+            f"rope_parameters = {nested!r}: this family has one rope for each of "
+            f"{', '.join(_LAYER_TYPES)}"
+        )
+    _check_type_key(fields.get("rope_scaling"))
+    return nested
+
+
+def _check_of_layer_type(
+    rope: RopeConfig, types: tuple[str, ...], beside: float | None
+) -> None:
+    """Refuses what transformers does not read in families of two ropes."""
+    _check_type(rope, types)
+    if rope.rope_type != _PARTIAL:
+        _check_whole(rope, beside)
+    if rope.truncate is False:
+        raise ValueError(
+            "truncate = False: transformers reads the field of a rope for all "
+            "layers alone; remove it or set it to true"
+        )
 
 
 def read_rope(

@@ -5,7 +5,7 @@ from typing import Any
 
 from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig
-from bridge.models._config import LayerType
+from bridge.models._decoder_fields import LayerType
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Fields = Mapping[str, Any]

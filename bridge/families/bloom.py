@@ -6,6 +6,7 @@ among them, lack the prefix `transformer.`.
 Source: transformers `configuration_bloom.py`, `modeling_bloom.py`.
 """
 
+from bridge.families import _gpt
 from bridge.families._blocks import (
     PRE_NORMS,
     Rules,
@@ -69,13 +70,8 @@ FAMILY = Family(
         "rope": None,
         "alibi_bias_max": 8.0,
         "embedding_norm": True,
-        "norm": "layer",
-        "norm_bias": True,
         "hidden_act": "gelu_pytorch_tanh",
-        "gated_mlp": False,
-        "mlp_bias": True,
-        "attention_bias": True,
-        "attention_out_bias": True,
+        **_gpt.LAYERS,
     },
     fixed={"apply_residual_connection_post_layernorm": False},
     # The sums of `slow_but_exact` are those of one product.

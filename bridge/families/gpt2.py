@@ -86,15 +86,7 @@ FAMILY = Family(
         **_gpt.SIZES,
     },
     transforms=(_gpt.INNER,),
-    constants={
-        "rope": None,
-        "norm": "layer",
-        "norm_bias": True,
-        "gated_mlp": False,
-        "mlp_bias": True,
-        "attention_bias": True,
-        "attention_out_bias": True,
-    },
+    constants={"rope": None, **_gpt.LAYERS},
     fixed={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,

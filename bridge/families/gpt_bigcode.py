@@ -75,15 +75,7 @@ FAMILY = Family(
         "activation_function": Field("gelu_pytorch_tanh", "hidden_act"),
     },
     transforms=(_gpt.INNER, _HEADS),
-    constants={
-        "rope": None,
-        "norm": "layer",
-        "norm_bias": True,
-        "gated_mlp": False,
-        "mlp_bias": True,
-        "attention_bias": True,
-        "attention_out_bias": True,
-    },
+    constants={"rope": None, **_gpt.LAYERS},
     fixed={"scale_attn_weights": True, "add_cross_attention": False},
     # Of float32 scores: whether softmax and scaling are in float32, as they are here.
     passthrough={

@@ -9,6 +9,7 @@ Source: transformers `configuration_opt.py`, `modeling_opt.py`.
 from collections.abc import Mapping
 from typing import Any
 
+from bridge.families import _gpt
 from bridge.families._blocks import (
     Rules,
     attention,
@@ -84,13 +85,8 @@ FAMILY = Family(
     constants={
         "rope": None,
         "position_offset": 2,
-        "norm": "layer",
         "norm_eps": 1e-5,
-        "norm_bias": True,
-        "gated_mlp": False,
-        "mlp_bias": True,
-        "attention_bias": True,
-        "attention_out_bias": True,
+        **_gpt.LAYERS,
     },
     fixed={
         "do_layer_norm_before": True,

@@ -3,6 +3,7 @@
 Source: transformers `configuration_phi.py`, `modeling_phi.py`.
 """
 
+from bridge.families import _gpt
 from bridge.families._blocks import (
     Rules,
     attention,
@@ -38,14 +39,9 @@ FAMILY = Family(
     },
     transforms=(rope(partial=0.5),),
     constants={
-        "norm": "layer",
-        "norm_bias": True,
         "norm_placement": "parallel",
-        "gated_mlp": False,
-        "mlp_bias": True,
-        "attention_bias": True,
-        "attention_out_bias": True,
         "head_bias": True,
+        **_gpt.LAYERS,
     },
     fixed={"qk_layernorm": False},
     passthrough={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},

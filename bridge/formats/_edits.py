@@ -21,6 +21,12 @@ class Edits:
         other to every name in which the expression is found.
       drop: Patterns (`*` matches anything) of tensors to leave out, by their old names.
       cast: Pairs of such a pattern and the floating dtype of the tensors it matches.
+
+    Examples:
+      >>> edits = bridge.Edits(rename=(("^model", "decoder"),), drop=("lm_head.*",))
+      >>> bridge.edit_safetensors("small-llama", path + "/edited", edits)
+      >>> bridge.open_checkpoint(path + "/edited").keys()[0]
+      'decoder.embed_tokens.weight'
     """
 
     rename: tuple[tuple[str, str], ...] = ()

@@ -21,6 +21,7 @@ from bridge.formats._index import read_sharded
 from bridge.formats._other_formats import describe_names
 from bridge.formats._ranges import read_bytes, read_range
 from bridge.formats._safetensors import TensorInfo, read_header, read_metadata
+from bridge.formats._tensor_source import NamedTensors
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -93,7 +94,7 @@ def read_into(
 
 
 @dataclasses.dataclass(frozen=True)
-class SafetensorsSource:
+class SafetensorsSource(NamedTensors):
     """Tensors of one or more safetensors files.
 
     Args:
@@ -101,20 +102,7 @@ class SafetensorsSource:
       tensors: Location of each tensor by name.
     """
 
-    name: str
     tensors: Mapping[str, TensorInfo]
-
-    def keys(self) -> tuple[str, ...]:
-        """Returns the names of all tensors, in file order."""
-        return tuple(self.tensors)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor."""
-        return self.tensors[key].shape
-
-    def dtype(self, key: str) -> np.dtype:
-        """Returns the stored dtype of a tensor."""
-        return self.tensors[key].dtype
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
         """Reads a tensor, or the region selected by `slices`.
@@ -178,6 +166,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     Raises:
       FileNotFoundError: If the path does not exist.
       ValueError: If it is not a safetensors checkpoint, or is damaged.
+
+    Examples:
+      >>> checkpoint = bridge.open_checkpoint("small-llama")
+      >>> checkpoint.shape("model.norm.weight")
+      (16,)
+      >>> checkpoint.read("model.norm.weight", (slice(0, 2),))
+      array([1., 1.], dtype=float32)
     """
     check_local(path)
     path = Path(path)

@@ -6,54 +6,22 @@ member per storage, from which a tensor takes elements by offset and strides.
 Source: pytorch torch/serialization.py::_save
 """
 
-import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from bridge._local_path import check_local
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor, tensor_rules
 from bridge.formats._unpickle import unpickle
 from bridge.formats._zip import StoredZip
 
 # More than any checkpoint has; shared references in a tiny pickle can expand to 2**60.
 _MAX_VALUES = 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSource:
-    """Source of lazy tensors by name.
-
-    Args:
-      name: Name of the checkpoint.
-      tensors: Objects with `shape`, `dtype` and `read(slices)`, such as `LazyTensor`,
-        by name.
-    """
-
-    name: str
-    tensors: Mapping[str, Any]
-
-    def keys(self) -> tuple[str, ...]:
-        """Returns the names of all tensors."""
-        return tuple(self.tensors)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor."""
-        return self.tensors[key].shape
-
-    def dtype(self, key: str) -> np.dtype:
-        """Returns the stored dtype of a tensor."""
-        return self.tensors[key].dtype
-
-    def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a tensor, or the region selected by `slices`."""
-        return self.tensors[key].read(slices)
 
 
 def open_torch_file(path: str | os.PathLike[str]) -> Source:

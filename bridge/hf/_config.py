@@ -68,24 +68,29 @@ def from_hf_config(
 
     Whatever would change what the model computes, and is not modelled, is refused by
     name. A field that transformers' own model of the family never reads changes
-    nothing: it is left out, and `left_out_fields` tells. Where `auto_map` names remote
-    code, such a field may be read by that code, and is refused too. Of a multimodal
-    config, the text part is read.
+    nothing: it is left out, and `left_out_fields` returns it. Where `auto_map` names
+    remote code, such a field may be read by that code, and is refused too. Of a
+    multimodal config, the text part is read.
 
     Args:
-      config: The fields, or the path of a `config.json`, or of the directory or the
-        weight file beside it.
-      ignore_fields: Names of fields to leave out that would be refused. A field that
-        is read is none of them.
+      config: Fields, or path of a `config.json`, of its directory or of a weight file
+        beside it.
+      ignore_fields: Names of fields to leave out that would be refused. Fields that
+        are read cannot be left out.
 
     Returns:
-      The same as a `DecoderConfig`.
+      Config of the decoder.
 
     Raises:
       FileNotFoundError: If there is no such file.
       ValueError: If the family is not supported, a field is missing, or one has a
         value that is not modelled, or `ignore_fields` names one that is read. All of
         them are listed.
+
+    Examples:
+      >>> config = bridge.from_hf_config("small-llama")
+      >>> config.hidden_size, config.rope.rope_theta
+      (16, 10000.0)
     """
     family, fields = _open_fields(config)
     wrong = not_ignorable(family, ignore_fields)
@@ -116,11 +121,6 @@ def left_out_fields(
 ) -> dict[str, Any]:
     """Returns what `from_hf_config` leaves out of a config, as it changes no number.
 
-    ```python
-    fields = {"model_type": "gpt_oss", "unsloth_fixed": True}
-    assert bridge.left_out_fields(fields) == {"unsloth_fixed": True}
-    ```
-
     Args:
       config: Config, as `from_hf_config` takes it.
       ignore_fields: Names of fields to ignore, as `from_hf_config` takes them.
@@ -133,6 +133,10 @@ def left_out_fields(
       FileNotFoundError: If there is no such file.
       ValueError: If the family is not supported, or `ignore_fields` names a field that
         is read.
+
+    Examples:
+      >>> bridge.left_out_fields({"model_type": "gpt_oss", "unsloth_fixed": True})
+      {'unsloth_fixed': True}
     """
     family, fields = _open_fields(config)
     if wrong := not_ignorable(family, ignore_fields):
@@ -141,20 +145,26 @@ def left_out_fields(
 
 
 def to_hf_config(config: DecoderConfig) -> dict[str, Any]:
-    """Writes the fields of a Hugging Face config, for transformers 4 and 5.
+    """Returns the fields of a Hugging Face config, for transformers 4 and 5.
 
+    Fields that the two versions name differently are written under both names:
     `rope_parameters` beside `rope_theta` and `rope_scaling`, `dtype` beside
-    `torch_dtype`: transformers 4 and 5 each read theirs.
+    `torch_dtype`.
 
     Args:
-      config: The model.
+      config: Config of the decoder.
 
     Returns:
-      Fields ready for JSON.
+      Values of the fields, which `json.dump` takes.
 
     Raises:
       ValueError: If the family is not supported, or its config files cannot say what
         this config says.
+
+    Examples:
+      >>> fields = bridge.to_hf_config(config)
+      >>> fields["architectures"], fields["num_hidden_layers"]
+      (['LlamaForCausalLM'], 2)
     """
     family = find_family(config.model_type)
     _check_parts(family, config)

@@ -19,24 +19,27 @@ from bridge.streaming._lazy import LazyLeaf, lazy_tree
 def lazy_hf(
     path: str | os.PathLike[str], config: DecoderConfig | None = None
 ) -> tuple[dict[str, LazyLeaf], DecoderConfig]:
-    """Opens a checkpoint as a tree of which nothing is read yet, to be saved elsewhere.
+    """Opens a checkpoint as a tree whose leaves are read when they are saved.
 
-    ```python
-    tree, config = bridge.lazy_hf("mixtral")
-    bridge.save_megatron("megatron", tree, config)  # a few tensors in memory
-    ```
+    So a checkpoint is converted with a few tensors in memory.
 
     Args:
       path: Checkpoint, as `load_hf` takes it.
       config: Config of the decoder, as `load_hf` takes it.
 
     Returns:
-      Leaves by dotted path, and the model.
+      Leaves by dotted path, and the config of the decoder.
 
     Raises:
       FileNotFoundError: If there is no checkpoint, or no config.
       ValueError: If the checkpoint is damaged, its family not supported, or the two do
         not fit.
+
+    Examples:
+      >>> tree, config = bridge.lazy_hf("small-llama")
+      >>> tree["norm.scale"].shape
+      (16,)
+      >>> bridge.save_megatron(path, tree, config)
     """
     source, config, mapping = open_hf(path, config)
     return lazy_tree(source, mapping), config

@@ -31,24 +31,30 @@ _OTHERS = [
 def resolve(
     path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None
 ) -> Path:
-    """Returns a local path, downloading a hub repository if need be.
+    """Returns a local path; downloads a hub repository if the cache does not have it.
 
-    Only what is needed is fetched: config, tokenizer, chat template, and either
-    `model.safetensors` or the files that the index names. No pickles, which run code
-    when they are loaded; no second copies in other formats, precisions or
-    directories. They are kept in the hub's own cache, and found there without a
-    network. `load_hf` takes local paths alone, so that nothing is ever downloaded by
-    surprise.
+    Downloads config, tokenizer, chat template, and either `model.safetensors` or the
+    files that the index names: no pickles, which run code when they are loaded, and no
+    second copies in other formats, precisions or directories. The files are stored in
+    the hub's own cache, and found there without a network. Only this function
+    downloads: `load_hf` takes local paths alone.
 
     Args:
-      path_or_repo_id: A path that exists, returned as it is, or a hub id such as
+      path_or_repo_id: Path that exists, or a hub id such as
         `"meta-llama/Llama-3.2-1B"`.
       revision: Branch, tag or commit of a hub repository; None means `main`.
+
+    Returns:
+      The path itself if it exists, else the directory in the cache.
 
     Raises:
       ValueError: If it is neither, there are no safetensors, the hub cannot be
         reached and the cache has no copy, or it refuses; or if a path that exists is
         given a revision.
+
+    Examples:
+      >>> bridge.resolve("small-llama").name  # a path that exists
+      'small-llama'
     """
     check_local(path_or_repo_id)
     path = Path(path_or_repo_id)

@@ -24,15 +24,20 @@ from bridge.streaming._shards import inner_boxes
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLeaf:
-    """One leaf of the tree, and what fills it.
+    """One leaf of the tree, and the tensors that fill it.
 
     Args:
-      name: Its path.
-      shape: Its shape, stacked layers first.
-      dtype: Its dtype.
-      tensors: Names of the tensors it is made of, in the order they are read.
-      layouts: Patterns from tensor to leaf, each once.
-      nbytes: Bytes of those tensors, or of the parts of them that go here.
+      name: Path of the leaf.
+      shape: Shape of the leaf, stacked layers first.
+      dtype: Dtype of the leaf.
+      tensors: Names of the tensors that fill it, in the order in which they are read.
+      layouts: Distinct patterns from tensor to leaf.
+      nbytes: Bytes of the parts of those tensors that belong to the leaf.
+
+    Examples:
+      >>> leaf = bridge.plan("small-llama").leaves[0]
+      >>> leaf.name, leaf.tensors
+      ('embed_tokens.embedding', ('model.embed_tokens.weight',))
     """
 
     name: str
@@ -45,14 +50,19 @@ class PlannedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class ImportPlan:
-    """Plan of a `load_hf`; `print` it for a table.
+    """Plan of a call of `load_hf`; print it for a table.
 
     Args:
-      source: The checkpoint.
-      config: The model.
-      leaves: Every leaf that would be filled.
-      left_out: Tensors of the checkpoint that nobody needs, by name.
-      bytes_read: For each process the bytes of the checkpoint that it would read.
+      source: Name of the checkpoint.
+      config: Config of the decoder.
+      leaves: Leaves that would be filled.
+      left_out: Names of the tensors of the checkpoint that no leaf needs.
+      bytes_read: Bytes of the checkpoint that each process would read, by its index.
+
+    Examples:
+      >>> planned = bridge.plan("small-llama")
+      >>> planned.left_out, planned.bytes_read
+      ((), {0: 28992})
     """
 
     source: str
@@ -114,24 +124,29 @@ def plan(
     *,
     config: DecoderConfig | None = None,
 ) -> ImportPlan:
-    """Says what `load_hf` would do, without reading a weight.
+    """Plans a call of `load_hf` from the headers of a checkpoint; reads no weight.
 
-    But for a tied model whose output projection is stored all the same: that one is
-    compared with the embedding.
+    There is one exception: if the config ties an output projection that is stored all
+    the same, that one is compared with the embedding.
 
     Args:
       path: Checkpoint, as `load_hf` takes it.
-      like: Tree to fill, as `load_hf` takes it; None takes every leaf whole and in
-        the dtype of its tensors.
-      config: The model; None reads `config.json`.
+      like: Abstract parameters, as `load_hf` takes them; None plans unsharded leaves in
+        the dtypes of their tensors.
+      config: Config of the decoder; None reads `config.json`.
 
     Returns:
-      The plan.
+      Tensors, layouts and bytes of each leaf; print it for a table.
 
     Raises:
       FileNotFoundError: If there is no checkpoint or no config.
       ValueError: If the checkpoint is damaged, its family not supported, or `like`,
         config and checkpoint do not fit; everything that does not fit is listed.
+
+    Examples:
+      >>> planned = bridge.plan("small-llama", like)
+      >>> planned.nbytes, len(planned.leaves)
+      (28992, 12)
     """
     source, config, mapping = open_hf(path, config)
     return plan_of(source, mapping, config, like)

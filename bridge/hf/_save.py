@@ -41,33 +41,38 @@ def save_hf(
 ) -> None:
     """Writes a directory that transformers loads.
 
-    One tensor is gathered to the host while the one before it is written. The directory
-    appears under its name when it is complete and on the disk, by a rename; a failure
-    leaves nothing. In a job of several processes all of them must call this alike: the
-    first writes, on a file system that is its own or everyone's, and all return when
-    that is done, or raise.
+    One tensor is gathered to the host while the one before it is written. The write is
+    atomic: the directory is renamed to its final name when it is complete and on disk,
+    and a failure leaves nothing behind. In a job of several processes all of them must
+    make this call: process 0 writes, to a local or a shared file system, and all return
+    when that is done, or raise.
 
     Args:
-      path: A directory that does not exist yet, or is empty.
-      params: Pytree of arrays, sharded in any way, as `load_hf` returns it.
-      config: The model, written as `config.json`.
+      path: Directory that does not exist yet, or is empty.
+      params: Pytree of arrays with any sharding, as `load_hf` returns it.
+      config: Config of the decoder, written as `config.json`.
       head: Head of the model. With "score", that of a reward model, `score.kernel` of
         shape [embed, 1] is in place of an output projection, and the class is the
         family's `*ForSequenceClassification` with one label. transformers reads the
         score at the last token that is not `pad_token_id`.
       dtype: Floating dtype of the files; None keeps each leaf's own, so that what was
         loaded without a cast is written back bit by bit.
-      max_shard_bytes: Bytes of tensors in a file; above it, several files and an
-        index are written. A tensor is never cut, however large.
-      copy_from: A model's directory, whose tokenizer, chat template and
-        `generation_config.json` are copied along; that one in place of ours.
+      max_shard_bytes: Size in bytes above which several files and an index are written.
+        A tensor is never split over files.
+      copy_from: Directory of a model whose tokenizer, chat template and
+        `generation_config.json` are copied; None copies nothing.
       checksums: Whether to write `SHA256SUMS`, for `sha256sum --check`.
-      progress: Called with bytes written, and bytes in all, after each tensor.
+      progress: Called after each tensor with bytes written and total bytes.
 
     Raises:
       ValueError: If `path` is taken, or tree and config do not fit; everything that
         does not fit is listed, and nothing is written. If transformers has no class of
         the family with a score.
+
+    Examples:
+      >>> bridge.save_hf(path, params, config, dtype=jnp.bfloat16)
+      >>> bridge.open_checkpoint(path).dtype("model.norm.weight").name
+      'bfloat16'
     """
     check_local(path, copy_from)
     path = Path(path)

@@ -36,6 +36,10 @@ class Lora:
         of the weight, where in and out are the dims of the weight.
       scales: Scales by path of the weight: one per stacked layer, or a 0-d array
         without stacked dims.
+
+    Examples:
+      >>> {path: scale.tolist() for path, scale in adapter.scales.items()}
+      {'layers.self_attn.q_proj.kernel': [2.0, 2.0]}
     """
 
     config: LoraConfig
@@ -58,6 +62,12 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
       ValueError: If the adapter is not supported or not of this model, if it saves
         full tensors, or if layers stacked in the tree are not all adapted with the
         same rank.
+
+    Examples:
+      >>> bridge.save_lora(path, adapter, config)
+      >>> loaded = bridge.load_lora(path, config)
+      >>> loaded.factors["layers.self_attn.q_proj.kernel"]["lora_a"].shape
+      (2, 16, 4)
     """
     adapter = open_lora(path)
     if adapter.whole:
@@ -97,6 +107,11 @@ def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -
     Raises:
       ValueError: If `path` is not empty, the factors are not of this model, or their
         ranks differ from their config's. Nothing is then written.
+
+    Examples:
+      >>> bridge.save_lora(path, adapter, config)
+      >>> bridge.load_lora(path, config).config.r
+      4
     """
     check_local(path)
     path = Path(path)

@@ -46,6 +46,11 @@ class LoraConfig:
         name.
       fan_in_fan_out: Whether the base model stores weights as `[in, out]`, like GPT-2.
       fields: All fields of the file that was read, kept for saving.
+
+    Examples:
+      >>> lora_config = bridge.LoraConfig(r=4, lora_alpha=8, rank_pattern={"q_proj": 2})
+      >>> lora_config.scale("layers.0.self_attn.q_proj")
+      4.0
     """
 
     r: int

@@ -130,7 +130,7 @@ def load_hf_with_lora(
       adapter: Directory saved by PEFT.
       like: Abstract tree to load, as in `load_hf`.
       config: Config of the base model, as in `load_hf`.
-      progress: Callback, called with bytes done and total bytes.
+      progress: Called after each tensor of the base with bytes read and total bytes.
 
     Returns:
       Tree of the same structure, with arrays as leaves.
@@ -139,6 +139,12 @@ def load_hf_with_lora(
       FileNotFoundError: If a file is missing.
       ValueError: If the adapter is not supported or not of this base, or for a reason
         listed in `load_hf`.
+
+    Examples:
+      >>> bridge.save_lora(path, adapter, config)
+      >>> merged = bridge.load_hf_with_lora("small-llama", path, like)
+      >>> merged["lm_head"]["kernel"].shape
+      (16, 64)
     """
     check_local(path, adapter)
     base, _, mapping = open_hf(path, config)

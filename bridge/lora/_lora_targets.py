@@ -24,6 +24,10 @@ def lora_targets(config: DecoderConfig, modules: Collection[str]) -> dict[str, i
     Raises:
       ValueError: If a name matches no module, or a module whose weight is split, or
         concatenated with others, in the tree. All are listed.
+
+    Examples:
+      >>> bridge.lora_targets(config, ["q_proj", "down_proj"])
+      {'layers.self_attn.q_proj.kernel': 1, 'layers.mlp.down_proj.kernel': 1}
     """
     base = find_family(config.model_type).mapping(config)
     transposed = fan_in_fan_out(config)

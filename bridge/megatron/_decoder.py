@@ -13,7 +13,7 @@ import numpy as np
 from bridge._box import as_index, complete
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 from bridge.hf._import_plan import ImportPlan, plan_of
 from bridge.megatron._vocab import trim_vocab
 from bridge.megatron._weight_rules import grouped_shapes, weight_mapping
@@ -61,6 +61,12 @@ def load_megatron(
       FileNotFoundError: If there is no checkpoint.
       ValueError: If the checkpoint is damaged, if its model is not supported, or if
         `like`, `config` and checkpoint do not match; all mismatches are listed.
+
+    Examples:
+      >>> bridge.save_megatron(path, params, config)
+      >>> loaded = bridge.load_megatron(path, like)
+      >>> jax.tree.all(jax.tree.map(jnp.array_equal, loaded, params))
+      True
     """
     source, config = open_decoder(path, config)
     return load(source, weight_mapping(config), like, progress=progress)

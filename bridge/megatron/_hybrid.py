@@ -18,7 +18,7 @@ import numpy as np
 
 from bridge._box import complete, shape_of
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 from bridge.megatron._cast import Cast
 from bridge.megatron._key_mapping import hybrid_pattern
 from bridge.megatron._views import Tensor

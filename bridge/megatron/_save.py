@@ -62,6 +62,12 @@ def save_megatron(
       ValueError: If `path` exists and is not empty, if `params` and `config` do not
         match, if Megatron's layers cannot be this model's, or if the parallel sizes do
         not divide it; nothing is written.
+
+    Examples:
+      >>> bridge.save_megatron(path, params, config, format="legacy", tensor_parallel=2)
+      >>> loaded = bridge.load_megatron(path, like)
+      >>> jax.tree.all(jax.tree.map(jnp.array_equal, loaded, params))
+      True
     """
     check_local(path)
     source = megatron_tensors(params, config)

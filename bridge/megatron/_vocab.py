@@ -8,7 +8,7 @@ import numpy as np
 
 from bridge._box import Range, whole
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.megatron._views import Section
 

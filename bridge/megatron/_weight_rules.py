@@ -14,7 +14,8 @@ megatron/core/ssm/mamba_mixer.py::MambaMixer
 from collections.abc import Mapping
 
 from bridge.families._blocks import linear
-from bridge.families._family import KeyMapping, Layers, sizes_of
+from bridge.families._dim_sizes import sizes_of
+from bridge.families._family import KeyMapping, Layers
 from bridge.families._mamba import mamba
 from bridge.megatron._names import EMBEDDING, HEAD
 from bridge.models import DecoderConfig, LayerKind

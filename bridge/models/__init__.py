@@ -9,6 +9,7 @@ from bridge.models._attention_choice import AttentionShape as AttentionShape
 from bridge.models._attention_choice import KernelChoice as KernelChoice
 from bridge.models._attention_choice import WantedKernel as WantedKernel
 from bridge.models._attention_choice import choose_attention as choose_attention
+from bridge.models._attention_kernel import AttentionKernel as AttentionKernel
 from bridge.models._cache import empty_cache as empty_cache
 from bridge.models._config import DecoderConfig as DecoderConfig
 from bridge.models._constant_paths import constant_paths as constant_paths
@@ -19,6 +20,7 @@ from bridge.models._decoder import Decoder as Decoder
 from bridge.models._decoder_layer import DecoderLayer as DecoderLayer
 from bridge.models._delta_net_config import DeltaNetConfig as DeltaNetConfig
 from bridge.models._flash_kernel import FlashKernel as FlashKernel
+from bridge.models._float8 import Product as Product
 from bridge.models._float8 import float8_product as float8_product
 from bridge.models._float8_grouped import GroupedProduct as GroupedProduct
 from bridge.models._float8_grouped import float8_grouped_matmul as float8_grouped_matmul

@@ -1,15 +1,10 @@
 """Config of a decoder, with Hugging Face's field names."""
 
 import dataclasses
-from typing import Any, Literal
 
-from bridge.models._altup_config import AltUpConfig
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._config_consistency import inconsistencies
-from bridge.models._delta_net_config import DeltaNetConfig
-from bridge.models._full_attention_config import FullAttentionConfig
-from bridge.models._indexer_config import IndexerConfig
-from bridge.models._kv_sharing_config import KVSharingConfig
+from bridge.models._decoder_fields import DecoderFields
 from bridge.models._layer_kinds import (
     Channels,
     LayerBlock,
@@ -18,36 +13,11 @@ from bridge.models._layer_kinds import (
     Mixer,
     layer_blocks,
 )
-from bridge.models._mamba1_config import Mamba1Config
-from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
-from bridge.models._moe_config import MoEConfig
-from bridge.models._multipliers_config import MultipliersConfig
-from bridge.models._per_layer_input_config import PerLayerInputConfig
-from bridge.models._query_scale_config import QueryScaleConfig
-from bridge.models._rope_config import RopeConfig
-from bridge.models._short_conv_config import ShortConvConfig
-
-LayerType = Literal[
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "short_conv",
-    "delta_net",
-    "mamba",
-    "mamba1",
-    "attention_mamba",
-    "none",
-]
-Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer", "layer_zero_centered"]
-NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
-Activation = Literal[
-    "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "xielu"
-]
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(DecoderFields):
     """Config of a decoder-only transformer.
 
     Fields have Hugging Face's names and meanings where it uses one name consistently.
@@ -164,97 +134,18 @@ class DecoderConfig:
 
     Raises:
       ValueError: If a field has an invalid value, or fields are inconsistent.
-    """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]
-    head_dim: int = None  # pyright: ignore[reportAssignmentType]
-    max_position_embeddings: int = 2048
-    norm: Norm = "rms"
-    norm_eps: float = 1e-6
-    norm_scale: bool = True
-    norm_bias: bool = False
-    norm_placement: NormPlacement = "pre"
-    hidden_act: Activation = "silu"
-    gated_mlp: bool = True
-    mlp_bias: bool = False
-    attention_bias: bool = False
-    attention_out_bias: bool = False
-    qk_norm: Literal["head", "per_head", "full", "l2"] | None = None
-    value_norm: bool = False
-    qk_norm_after_rope: bool = False
-    query_pre_attn_scalar: float | None = None
-    attention_multiplier: float | None = None
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    attention_sinks: bool = False
-    attention_gate: bool = False
-    clip_qkv: float | None = None
-    mla: MLAConfig | None = None
-    full_attention: FullAttentionConfig | None = None
-    kv_sharing: KVSharingConfig | None = None
-    indexer: IndexerConfig | None = None
-    shared_indexer_layers: tuple[int, ...] = ()
-    short_conv: ShortConvConfig | None = None
-    delta_net: DeltaNetConfig | None = None
-    mamba: MambaConfig | None = None
-    mamba1: Mamba1Config | None = None
-    rope: RopeConfig | None = RopeConfig()
-    learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
-    position_offset: int = 0
-    sliding_rope: RopeConfig | None = None
-    attention_chunk_size: int | None = None
-    no_rope_layers: tuple[int, ...] = ()
-    query_scale: QueryScaleConfig | None = None
-    alibi_bias_max: float | None = None
-    sliding_window: int | None = None
-    layer_types: tuple[LayerType, ...] | None = None
-    scale_embeddings: bool = False
-    multipliers: MultipliersConfig | None = None
-    embedding_multiplier: float = 1.0
-    embedding_norm: bool = False
-    per_layer_input: PerLayerInputConfig | None = None
-    altup: AltUpConfig | None = None
-    laurel_rank: int | None = None
-    gate_sparsity: float | None = None
-    cut_gate_layers: tuple[int, ...] = ()
-    layer_scale: bool = False
-    residual_in_fp32: bool = False
-    residual_multiplier: float = 1.0
-    logit_scale: float = 1.0
-    logits_scaling: float = 1.0
-    moe: MoEConfig | None = None
-    dense_layers: tuple[int, ...] = ()
-    mixer_only_layers: tuple[int, ...] = ()
-    tie_word_embeddings: bool = False
-    head_bias: bool = False
-    initializer_range: float = 0.02
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
-    model_type: str = "llama"
-    dtype: str = "float32"
-    passthrough: tuple[tuple[str, Any], ...] = ()
+    Examples:
+      >>> config = DecoderConfig(64, 16, 32, num_hidden_layers=2, num_attention_heads=2)
+      >>> config.head_dim, [stack.path for stack in config.layer_stacks]
+      (8, ['layers'])
+    """
 
     def __post_init__(self):
         """Fills in the two derived sizes and validates the fields."""
         self._derive()
         wrong = wrong_fields(self) + wrong_sizes(self, _SIZES)
         raise_if("DecoderConfig", wrong or inconsistencies(self))
-
-    @property
-    def rope_dim(self) -> int:
-        """Number of rotated dims of a head; 0 if positions are learned."""
-        if self.rope is None:
-            return 0
-        width = self.mla.qk_rope_head_dim if self.mla else self.head_dim
-        if self.rope.rope_type == "proportional":
-            return width
-        return int(width * self.rope.partial_rotary_factor)
 
     @property
     def v_head_dim(self) -> int:

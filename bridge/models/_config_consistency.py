@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from bridge.models._decoder_fields import DecoderFields
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
@@ -17,12 +17,11 @@ _PARTS = {
 """Fields with the sizes that layers of a type need."""
 
 
-def inconsistencies(config: Any) -> list[str]:
+def inconsistencies(config: DecoderFields) -> list[str]:
     """Returns what is wrong with fields that are each valid alone; empty if nothing.
 
     Args:
-      config: `DecoderConfig`, which imports this module, with fields of their types
-        and positive sizes.
+      config: Config, with fields of their types and positive sizes.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wrong = []
@@ -56,7 +55,7 @@ def inconsistencies(config: Any) -> list[str]:
     return wrong + _inconsistent_layers(config)
 
 
-def _inconsistent_indexers(config: Any) -> list[str]:
+def _inconsistent_indexers(config: DecoderFields) -> list[str]:
     indexer, shared = config.indexer, config.shared_indexer_layers
     if indexer is None:
         return ["shared_indexer_layers are set, but indexer is None"] * bool(shared)
@@ -78,7 +77,7 @@ def _inconsistent_indexers(config: Any) -> list[str]:
     return wrong
 
 
-def _inconsistent_sharing(config: Any) -> list[str]:
+def _inconsistent_sharing(config: DecoderFields) -> list[str]:
     if (sharing := config.kv_sharing) is None:
         return []
     first, wrong = config.num_hidden_layers - sharing.num_layers, []
@@ -104,7 +103,7 @@ def _inconsistent_sharing(config: Any) -> list[str]:
     return wrong
 
 
-def _inconsistent_streams(config: Any) -> list[str]:
+def _inconsistent_streams(config: DecoderFields) -> list[str]:
     wrong = []
     if config.altup is not None and config.per_layer_input is None:
         wrong.append("altup: per_layer_input is what a layer adds to its streams")
@@ -123,7 +122,7 @@ def _inconsistent_streams(config: Any) -> list[str]:
     return wrong
 
 
-def _inconsistent_features(config: Any) -> list[str]:
+def _inconsistent_features(config: DecoderFields) -> list[str]:
     wrong = []
     if config.moe and config.hidden_act == "xielu":
         wrong.append("hidden_act 'xielu': experts have no learned activation")
@@ -163,7 +162,7 @@ def _inconsistent_features(config: Any) -> list[str]:
     return wrong
 
 
-def _inconsistent_layers(config: Any) -> list[str]:
+def _inconsistent_layers(config: DecoderFields) -> list[str]:
     layers, types = config.num_hidden_layers, config.layer_types
     wrong = []
     if types is not None and len(types) != layers:

@@ -36,15 +36,10 @@ class CudnnKernel:
     ) -> tuple[
         Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
     ]:
-        """Returns the attention output, and the log-sum-exp of scores in float32.
+        """Computes the attention output and the log-sum-exp, as `AttentionKernel`.
 
-        Args:
-          query: Queries, in 16 bits.
-          key: Keys.
-          value: Values.
-          scores: Static parameters of the scores, without a softcap.
-          mask: Whether keys after a query are hidden; positions are not read.
-          window: Tokens that a query sees, its own included; None for all before it.
+        Queries are in 16 bits, and scores have no softcap; of the mask only whether it
+        is causal is read.
         """
         fused = CUDNN_ATTENTION.get()
         given = (query, key, value, *_unused(query))
@@ -65,19 +60,7 @@ class CudnnKernel:
         mask: Mask,
         window: Any = None,
     ) -> tuple[Array, Array, Array]:
-        """Returns the gradients of queries, keys and values.
-
-        Args:
-          query: Queries, as given to `forward`, like all arguments not below.
-          key: Keys.
-          value: Values.
-          out: Attention output over all keys, of this call or others.
-          log_sum: Log-sum-exp of the scores with all keys.
-          grad: Cotangent of `out`.
-          scores: Static parameters of the scores.
-          mask: Whether keys after a query are hidden.
-          window: Tokens that a query sees.
-        """
+        """Computes the gradients of its inputs, as `AttentionKernel`."""
         fused = CUDNN_ATTENTION.get()
         given = (query, key, value, *_unused(query), log_sum, out, grad)
         static = _static(fused, scores, mask, window)

@@ -6,18 +6,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from bridge.models._altup import StreamProjections
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._decoder_layer import DecoderLayer, Stream, make_norm
+from bridge.models._decoder_parts import make_head, make_norm
 from bridge.models._float8 import Product, plain_product
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
 from bridge.models._layer_inputs import position_tables
-from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_loop import (
     Scan,
     Unit,
@@ -30,17 +29,18 @@ from bridge.models._layer_loop import (
     run_layers,
     sparse_layers,
 )
+from bridge.models._layer_mixer import Stream
 from bridge.models._layer_products import LayerProducts, products_of_layers
+from bridge.models._layer_stacks import make_layers, stacks_of_blocks
 from bridge.models._layer_state import LayerState
-from bridge.models._linear import Embedding, Linear
+from bridge.models._linear import Embedding
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._per_layer_input import PerLayerInputs
 from bridge.models._positions import Ids, Positions, positions_in_order
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
+from bridge.models._routes import Routes, check_routes
 from bridge.models._scale import scale_by
-
-Routes = Int[Array, "layers batch seq chosen"]
 
 
 class _Start(NamedTuple):
@@ -134,56 +134,48 @@ class Decoder(nnx.Module):
         ends = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
         products = LayerProducts(product, expert_product)
         self.products = products_of_layers(config.num_hidden_layers, products, *ends)
-        self.config = config
-        self.scan = scan
-        self.constrain = constrain
-        self.positions = positions
+        self.config, self.scan = config, scan
+        self.constrain, self.positions = constrain, positions
+        self._make_inputs(config, rngs, param_dtype, constrain)
+        self.layers = make_layers(
+            config,
+            rngs,
+            param_dtype=param_dtype,
+            attention=attention,
+            dispatch=dispatch,
+            constrain=constrain,
+            recurrence=recurrence,
+            products=self.products[0],
+            batch_parts=batch_parts,
+        )
+        self.norm = make_norm(config, param_dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = make_head(config, rngs, param_dtype)
+
+    def _make_inputs(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+        constrain: Constrain,
+    ) -> None:
+        """Makes what turns tokens into inputs of layers; None where there is none."""
         std, embed = config.initializer_range, config.hidden_size
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
         self.embed_tokens = table(config.vocab_size, embed)
         longest = config.max_position_embeddings + config.position_offset
         learned = config.learned_positions
         self.embed_positions = table(longest, embed) if learned else None
-
-        inputs = None
+        inputs = streams = None
         if config.per_layer_input is not None:
             inputs = PerLayerInputs(
                 config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
             )
-        self.per_layer_inputs = inputs
-        streams = None
         if config.altup is not None:
             streams = StreamProjections(config, rngs=rngs, param_dtype=param_dtype)
-        self.streams = streams
+        self.per_layer_inputs, self.streams = inputs, streams
         normed = config.embedding_norm
         self.embed_norm = make_norm(config, param_dtype) if normed else None
-
-        def make_stack(stack: LayerStack) -> DecoderLayer:
-            @nnx.split_rngs(splits=len(stack.layers))
-            @nnx.vmap
-            def make_layers(rngs: nnx.Rngs) -> DecoderLayer:
-                return DecoderLayer(
-                    config,
-                    kind=stack.kind,
-                    rngs=rngs,
-                    param_dtype=param_dtype,
-                    attention=attention,
-                    dispatch=dispatch,
-                    constrain=constrain,
-                    recurrence=recurrence,
-                    products=self.products[0],
-                    batch_parts=batch_parts,
-                )
-
-            return make_layers(rngs)
-
-        stacks = iter([make_stack(stack) for stack in config.layer_stacks])
-        self.layers = _one_or_list(
-            [_one_or_list([next(stacks) for _ in b.kinds]) for b in config.layer_blocks]
-        )
-        self.norm = make_norm(config, param_dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = _make_head(config, rngs, param_dtype)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -294,7 +286,7 @@ class Decoder(nnx.Module):
         Source: verl `router_replay`; Megatron-LM `router_replay.py::RouterReplay`.
         """
         if experts is not None:
-            self._check_experts(tokens, experts)
+            check_routes(self.config, tokens, experts)
         start = self._start(tokens, positions)
         x, stats = self._run(apply_layer, start, segment_ids, experts=experts)
         states = self.constrain(self.norm(x), "input")
@@ -321,19 +313,6 @@ class Decoder(nnx.Module):
         start = self._start(tokens, positions)
         _, experts = self._run(apply_and_route, start, segment_ids)
         return in_layer_order(self.config, experts)
-
-    def _check_experts(self, tokens: Ids, experts: Routes) -> None:
-        moe, layers = self.config.moe, len(sparse_layers(self.config))
-        if moe is None or not layers:
-            raise ValueError(
-                "This decoder has no experts to replay: leave out experts=."
-            )
-        shape = (layers, *tokens.shape, moe.num_experts_per_tok)
-        if experts.shape != shape:
-            raise ValueError(
-                f"experts={experts.shape}: this decoder chooses {shape} for tokens "
-                f"{tokens.shape}: sparse layers, batch, seq, experts of a token."
-            )
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
         """Returns the head's kernel; with tied embeddings, the transposed embedding."""
@@ -397,7 +376,7 @@ class Decoder(nnx.Module):
             self.config,
             self.scan,
             unit,
-            self._blocks(),
+            stacks_of_blocks(self.config, self.layers),
             start.x if streams is None else streams.split(start.x),
             (tables, *consts),
             cache=cache,
@@ -406,15 +385,6 @@ class Decoder(nnx.Module):
             products=self.products if len(set(self.products)) > 1 else None,
         )
         return (x if streams is None else streams.join(x)), ys
-
-    def _blocks(self) -> list[list[DecoderLayer]]:
-        """Returns the stacks of each block."""
-        layers = self.layers
-        if isinstance(layers, DecoderLayer):
-            return [[layers]]
-        if len(self.config.layer_blocks) == 1:
-            return [list(layers)]
-        return [[b] if isinstance(b, DecoderLayer) else list(b) for b in layers]
 
     def _embed(self, tokens: Ids, positions: Ids) -> Stream:
         x = self.embed_tokens(tokens)
@@ -428,18 +398,3 @@ class Decoder(nnx.Module):
         if self.config.residual_in_fp32:
             x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         return x
-
-
-def _make_head(config: DecoderConfig, rngs: nnx.Rngs, param_dtype: DTypeLike) -> Linear:
-    return Linear(
-        (config.hidden_size,),
-        (config.vocab_size,),
-        bias=config.head_bias,
-        std=config.initializer_range,
-        rngs=rngs,
-        param_dtype=param_dtype,
-    )
-
-
-def _one_or_list(modules: list[Any]) -> Any:
-    return modules[0] if len(modules) == 1 else nnx.List(modules)

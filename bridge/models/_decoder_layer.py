@@ -1,40 +1,44 @@
 """Decoder layer."""
 
-from collections.abc import Iterator
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Int
 
 from bridge.models._altup import AltUp, Streams
-from bridge.models._attention import Attention, Window, dot_product_attention
+from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._delta_net import DeltaNet
+from bridge.models._decoder_parts import (
+    RECURRENT_MIXERS,
+    make_attention,
+    make_channels,
+    make_norm,
+)
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._laurel import Laurel
 from bridge.models._layer_kinds import DENSE_ATTENTION, LayerKind
-from bridge.models._layer_products import PLAIN, LayerProducts
+from bridge.models._layer_mixer import (
+    MixerInputs,
+    MixerOutput,
+    Stream,
+    run_attention,
+    run_indexed_attention,
+    run_recurrent_mixer,
+    run_shared_attention,
+)
+from bridge.models._layer_products import PLAIN, LayerProducts, set_products
 from bridge.models._layer_state import (
     AttentionMambaState,
-    IndexedKeyValues,
-    KeyValues,
     LayerState,
 )
-from bridge.models._linear import Linear
-from bridge.models._mamba import Mamba
-from bridge.models._mamba1 import Mamba1
-from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
-from bridge.models._moe import Experts as ExpertWeights
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
 from bridge.models._per_layer_input import PerLayerInput
@@ -42,25 +46,15 @@ from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
-from bridge.models._self_attention import LatentAttention, SelfAttention
+from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention, SharedStream
-from bridge.models._short_conv import ShortConv
 
-Stream = Float[Array, "batch seq embed"]
 Experts = Int[Array, "batch seq chosen"]
 PerLayer = dict[str, Array]
 Carry = Stream | Streams | SelectedStream | SharedStream
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the residual stream that enters a layer."""
-
-# Mixers but attention, by the attribute of a layer that holds each.
-_MIXERS = {
-    "short_conv": ShortConv,
-    "delta_net": DeltaNet,
-    "mamba": Mamba,
-    "mamba1": Mamba1,
-}
 
 
 class LayerOutput(NamedTuple):
@@ -78,30 +72,6 @@ class LayerOutput(NamedTuple):
     router_stats: RouterStats | None
     cache: LayerState | None
     experts: Experts | None
-
-
-class _Context(NamedTuple):
-    """What the mixer of a layer reads beside its input.
-
-    Attributes:
-      tables: Tables of the positions.
-      window: Attention window in tokens; None for the one of all layers.
-      segment_ids: Segment of each token; None for one segment.
-      slots: Slots of the tokens in the cache; None without a cache.
-      is_token: False behind the last token of a row; None if all are tokens.
-      selected: Keys that the last indexer selected; None for all.
-      shared: Stream and the keys and values that layers share; None if they do not.
-      own_input: Input that the layer has of each token; None for none.
-    """
-
-    tables: PositionTables
-    window: Window
-    segment_ids: Int[Array, "batch seq"] | None
-    slots: Slots | None
-    is_token: Mask
-    selected: Selected | None = None
-    shared: SharedStream | None = None
-    own_input: Float[Array, "batch seq size"] | None = None
 
 
 class DecoderLayer(nnx.Module):
@@ -140,53 +110,62 @@ class DecoderLayer(nnx.Module):
         batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
-        placement = config.norm_placement
-        before, after = placement != "post", placement in ("post", "both")
-
-        def norm() -> Norm:
-            return make_norm(config, param_dtype)
-
-        mixes, feeds = kind.mixer is not None, kind.channels is not None
-        self.input_layernorm = norm() if before and mixes else None
+        self._make_norms(config, kind, param_dtype)
         self.mixer, self.is_full = kind.mixer, kind.is_full
         if kind.attends:
-            self.self_attn = _make_attention(
+            self.self_attn = make_attention(
                 config, kind, rngs, param_dtype, attention, constrain
             )
         recurrent = "mamba" if kind.mixer == "attention_mamba" else kind.mixer
-        if recurrent in _MIXERS:
-            mixer = _MIXERS[recurrent](config, rngs=rngs, param_dtype=param_dtype)
-            setattr(self, recurrent, mixer)
-        self.post_attention_layernorm = norm() if after else None
-        own = placement in ("pre", "both", "parallel_two")
-        self.pre_feedforward_layernorm = norm() if own and feeds else None
-        self.mlp = _make_channels(config, kind, rngs, param_dtype, dispatch)
-        self.post_feedforward_layernorm = norm() if after else None
-        scale = jnp.ones(1, param_dtype)
-        self.layer_scalar = nnx.Param(scale) if config.layer_scale else None
-        added = None
-        if config.per_layer_input is not None:
-            added = PerLayerInput(
-                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
-            )
-        self.per_layer_input = added
-        altup = laurel = None
-        if config.altup is not None:
-            altup = AltUp(config, rngs=rngs, param_dtype=param_dtype)
-        if config.laurel_rank is not None:
-            laurel = Laurel(
-                config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
-            )
-        self.altup, self.laurel = altup, laurel
-        self.parallel = placement.startswith("parallel")
+        if recurrent in RECURRENT_MIXERS:
+            make = RECURRENT_MIXERS[recurrent]
+            setattr(self, recurrent, make(config, rngs=rngs, param_dtype=param_dtype))
+        self.mlp = make_channels(config, kind, rngs, param_dtype, dispatch)
+        self._make_additions(config, rngs, param_dtype, constrain)
+        self.parallel = config.norm_placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
         self.multipliers = config.multipliers or MultipliersConfig()
-        self.is_latent = config.mla is not None
-        self.is_indexed = kind.attends and config.indexer is not None
         self.constrain = constrain
         self.recurrence = recurrence
         self.batch_parts = batch_parts
-        _multiply_by(self, products)
+        set_products(self, products)
+
+    def _make_norms(
+        self, config: DecoderConfig, kind: LayerKind, param_dtype: DTypeLike
+    ) -> None:
+        """Makes the norms before and after mixer and MLP; None where there is none."""
+        placement = config.norm_placement
+        before, after = placement != "post", placement in ("post", "both")
+        own = placement in ("pre", "both", "parallel_two")
+        mixes, feeds = kind.mixer is not None, kind.channels is not None
+
+        def norm(exists: bool) -> Norm | None:
+            return make_norm(config, param_dtype) if exists else None
+
+        self.input_layernorm = norm(before and mixes)
+        self.post_attention_layernorm = norm(after)
+        self.pre_feedforward_layernorm = norm(own and feeds)
+        self.post_feedforward_layernorm = norm(after)
+
+    def _make_additions(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+        constrain: Constrain,
+    ) -> None:
+        """Makes what some families add to a layer; None where the config has none."""
+        scale = jnp.ones(1, param_dtype)
+        self.layer_scalar = nnx.Param(scale) if config.layer_scale else None
+        options: dict[str, Any] = {"rngs": rngs, "param_dtype": param_dtype}
+        added = altup = laurel = None
+        if config.per_layer_input is not None:
+            added = PerLayerInput(config, constrain=constrain, **options)
+        if config.altup is not None:
+            altup = AltUp(config, **options)
+        if config.laurel_rank is not None:
+            laurel = Laurel(config, constrain=constrain, **options)
+        self.per_layer_input, self.altup, self.laurel = added, altup, laurel
 
     def __call__(
         self,
@@ -224,7 +203,7 @@ class DecoderLayer(nnx.Module):
         per_layer = per_layer or {}
         experts = per_layer.get("experts")
         own = _pick(tables, per_layer.get("table"))
-        context = _Context(
+        inputs = MixerInputs(
             own.of_full() if self.is_full else own,
             per_layer.get("window"),
             segment_ids,
@@ -235,8 +214,8 @@ class DecoderLayer(nnx.Module):
             per_layer.get("input"),
         )
         if self.batch_parts == 1 or slots is not None:
-            return self._run(x, selected, experts, context, cache)
-        rows = (x, selected, experts, context)
+            return self._run(x, selected, experts, inputs, cache)
+        rows = (x, selected, experts, inputs)
         parts = split_rows(rows, len(x), self.batch_parts)
         return join_rows(
             [self._run(own, keys, chosen, at, cache) for own, keys, chosen, at in parts]
@@ -247,116 +226,79 @@ class DecoderLayer(nnx.Module):
         x: Stream,
         selected: Selected | None,
         experts: Experts | None,
-        context: "_Context",
+        inputs: MixerInputs,
         cache: LayerState | None,
     ) -> LayerOutput:
         """Runs the layer on some rows."""
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
-        shared, predicted = context.shared, None
+        predicted = None
         if self.altup is not None:
             predicted = self.altup.predict(x)
             x = predicted[:, :, self.altup.active]
         normed = _apply(self.input_layernorm, x)
         normed_input = self.constrain(normed, "input")
-        if self.mixer == "attention_mamba":
-            mixer_output, cache = self._mix_both(normed_input, cache, context)
-        elif self.is_indexed:
-            mixer_output, cache, chosen = self._attend_selected(normed, cache, context)
-            if selected is not None and chosen is not None:
-                selected = chosen.astype(selected.dtype)
-        elif shared is not None:
-            mixer_output, cache, shared = self._attend_shared(
-                normed_input, cache, context, shared
-            )
-        elif self.mixer == "attention":
-            # Latent attention constrains its latent vectors instead of its input.
-            mixer_input = normed if self.is_latent else normed_input
-            mixer_output, cache = self._attend(mixer_input, cache, context)
-        else:
-            mixer_output, cache = self._recur(self.mixer, normed_input, cache, context)
+        mixed = self._mix(normed, normed_input, cache, inputs)
+        if selected is not None and mixed.selected is not None:
+            selected = mixed.selected.astype(selected.dtype)
         residual = None if self.laurel is None else self.laurel(normed)
-        stream, routed = self._add(x, normed_input, mixer_output, experts, residual)
-        if self.per_layer_input is not None and context.own_input is not None:
-            stream = self._add_input(stream, predicted, context.own_input)
+        stream, routed = self._add(x, normed_input, mixed.output, experts, residual)
+        if self.per_layer_input is not None and inputs.own_input is not None:
+            stream = self._add_input(stream, predicted, inputs.own_input)
         if self.layer_scalar is not None:
             stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
         after = stream if selected is None else SelectedStream(stream, selected)
-        after = after if shared is None else shared._replace(stream=stream)
-        return _output(after, routed, cache)
+        if mixed.shared is not None:
+            after = mixed.shared._replace(stream=stream)
+        return _output(after, routed, mixed.cache)
 
-    def _attend_selected(
-        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
-    ) -> tuple[Stream, LayerState | None, Selected | None]:
-        """Returns the output of attention to selected keys, its cache, and the keys."""
-        attn, own, before = self.self_attn, context.tables, context.selected
-        assert isinstance(attn, IndexedAttention)
-        if context.slots is not None and isinstance(
-            cache, KeyValues | IndexedKeyValues
-        ):
-            return attn.extend_selected(mixer_input, own, cache, context.slots, before)
-        ids = context.segment_ids
-        selected = attn.select(mixer_input, own, ids, before)
-        return attn(mixer_input, own, ids, selected=selected), cache, selected
-
-    def _attend_shared(
+    def _mix(
         self,
-        mixer_input: Stream,
+        normed: Stream,
+        normed_input: Stream,
         cache: LayerState | None,
-        context: "_Context",
-        shared: SharedStream,
-    ) -> tuple[Stream, LayerState | None, SharedStream]:
-        """Returns the output of attention, its cache, and what later layers read."""
-        attn, name = self.self_attn, "full" if self.is_full else "sliding"
-        assert isinstance(attn, SharedAttention)
-        before, own, window = getattr(shared, name), context.tables, context.window
-        if context.slots is None:
-            ids = context.segment_ids
-            out, used = attn.attend_shared(mixer_input, own, ids, window, before)
-        else:
-            if cache is not None:
-                assert isinstance(cache, KeyValues)
-            out, cache, used = attn.extend_shared(
-                mixer_input, own, cache, context.slots, window, before
+        inputs: MixerInputs,
+    ) -> MixerOutput:
+        """Runs the mixer on the normed stream, or on the same constrained as input."""
+        if self.mixer == "attention_mamba":
+            return self._mix_both(normed_input, cache, inputs)
+        if self.mixer is not None and self.mixer != "attention":
+            return self._recur(self.mixer, normed_input, cache, inputs)
+        attention, shared = self.self_attn, inputs.shared
+        if isinstance(attention, IndexedAttention):
+            return run_indexed_attention(attention, normed, cache, inputs)
+        if isinstance(attention, SharedAttention) and shared is not None:
+            return run_shared_attention(
+                attention, normed_input, cache, inputs, shared, is_full=self.is_full
             )
-        return out, cache, shared._replace(**{name: used})
-
-    def _attend(
-        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
-    ) -> tuple[Stream, LayerState | None]:
-        """Returns the output of attention, and its cache with the new tokens."""
-        own, window = context.tables, context.window
-        if isinstance(cache, KeyValues) and context.slots is not None:
-            return self.self_attn.extend(mixer_input, own, cache, context.slots, window)
-        return self.self_attn(mixer_input, own, context.segment_ids, window), cache
+        # Latent attention constrains its latent vectors instead of its input.
+        latent = isinstance(attention, LatentAttention)
+        return run_attention(
+            attention, normed if latent else normed_input, cache, inputs
+        )
 
     def _recur(
-        self,
-        name: str,
-        mixer_input: Stream,
-        cache: LayerState | None,
-        context: "_Context",
-    ) -> tuple[Stream, LayerState | None]:
-        """Returns the output of a mixer with a state, and the state after it."""
+        self, name: str, x: Stream, cache: LayerState | None, inputs: MixerInputs
+    ) -> MixerOutput:
+        """Runs the mixer with a state that is the attribute `name`."""
         mixer = getattr(self, name)
-        if cache is None:
-            return self.recurrence(mixer, mixer_input, context.segment_ids), None
-        return mixer.extend(mixer_input, cache, context.is_token)
+        return run_recurrent_mixer(mixer, self.recurrence, x, cache, inputs)
 
     def _mix_both(
-        self, mixer_input: Stream, cache: LayerState | None, context: "_Context"
-    ) -> tuple[Stream, LayerState | None]:
-        """Returns the sum of attention and Mamba side by side, and both caches."""
+        self, mixer_input: Stream, cache: LayerState | None, inputs: MixerInputs
+    ) -> MixerOutput:
+        """Runs attention and Mamba side by side, and adds their outputs."""
         factors, caches = self.multipliers, (None, None)
         if isinstance(cache, AttentionMambaState):
             caches = cache
         attention_input = scale_by(mixer_input, factors.attention_in)
-        attended, key_values = self._attend(attention_input, caches[0], context)
-        recurred, state = self._recur("mamba", mixer_input, caches[1], context)
-        attended = scale_by(attended, factors.attention_out)
-        recurred = scale_by(recurred, factors.mamba_out)
-        after = None if cache is None else AttentionMambaState(key_values, state)  # pyright: ignore[reportArgumentType]
-        return attended + recurred, after
+        attended = run_attention(self.self_attn, attention_input, caches[0], inputs)
+        recurred = self._recur("mamba", mixer_input, caches[1], inputs)
+        after = None
+        if cache is not None:
+            after = AttentionMambaState(attended.cache, recurred.cache)  # pyright: ignore[reportArgumentType]
+        output = scale_by(attended.output, factors.attention_out)
+        return MixerOutput(output + scale_by(recurred.output, factors.mamba_out), after)
 
     def _add(
         self,
@@ -418,102 +360,6 @@ def _output(
 ) -> LayerOutput:
     stats, experts = (None, None) if routed is None else routed
     return LayerOutput(stream, stats, cache, experts)
-
-
-def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
-    """Returns a norm for the residual stream."""
-    return Norm(
-        (config.hidden_size,),
-        config.norm,
-        config.norm_eps,
-        scale=config.norm_scale,
-        bias=config.norm_bias,
-        narrow=config.residual_in_fp32,
-        param_dtype=param_dtype,
-    )
-
-
-def _projections(layer: nnx.Module) -> Iterator[Linear]:
-    """Yields the linear modules of attention and MLPs, shared experts' too.
-
-    Routers are none of them: their choices flip on small differences.
-    """
-    for _, module in nnx.iter_modules(layer):
-        if isinstance(module, SelfAttention | MLP):
-            yield from (one for one in vars(module).values() if isinstance(one, Linear))
-
-
-def with_products(layer: DecoderLayer, products: LayerProducts) -> DecoderLayer:
-    """Returns the layer with other products.
-
-    Args:
-      layer: Layer, which stays as it is.
-      products: Products of projections and experts.
-    """
-    copy = jax.tree.map(lambda leaf: leaf, layer)
-    _multiply_by(copy, products)
-    return copy
-
-
-def _multiply_by(layer: DecoderLayer, products: LayerProducts) -> None:
-    """Sets the products of a layer."""
-    for linear in _projections(layer):
-        linear.product = products.linear
-    for _, module in nnx.iter_modules(layer):
-        if isinstance(module, ExpertWeights):
-            module.product = products.experts
-
-
-def _make_attention(
-    config: DecoderConfig,
-    kind: LayerKind,
-    rngs: nnx.Rngs,
-    param_dtype: DTypeLike,
-    attention: Attention,
-    constrain: Constrain,
-) -> SelfAttention:
-    make, full = LatentAttention if config.mla else SelfAttention, config.full_attention
-    if config.indexer is not None:
-        make = partial(IndexedAttention, indexes=kind.indexes)
-    elif full is not None and kind.is_full:
-        make = partial(SelfAttention, shared_key_value=full.shared_key_value)
-    if config.kv_sharing is not None:
-        same = full is not None and kind.is_full and full.shared_key_value
-        make = partial(SharedAttention, reuses=kind.reuses, shared_key_value=same)
-    return make(
-        config.of_kind(kind),
-        window=_shared_window(config),
-        rngs=rngs,
-        param_dtype=param_dtype,
-        attention=attention,
-        constrain=constrain,
-    )
-
-
-def _make_channels(
-    config: DecoderConfig,
-    kind: LayerKind,
-    rngs: nnx.Rngs,
-    param_dtype: DTypeLike,
-    dispatch: Dispatch,
-) -> MLP | MoE | None:
-    if kind.channels is None:
-        return None
-    if kind.channels == "sparse":
-        return MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
-    return MLP(
-        config,
-        config.mlp_width(kind),
-        bias=config.mlp_bias,
-        sparsity=config.gate_sparsity if kind.cuts_gate else None,
-        rngs=rngs,
-        param_dtype=param_dtype,
-    )
-
-
-def _shared_window(config: DecoderConfig) -> int | None:
-    windows = set(config.windows)
-    return windows.pop() if len(windows) == 1 else None
 
 
 def _apply(norm: Norm | None, x: Stream) -> Stream:

@@ -77,16 +77,7 @@ class FlashKernel:
     ) -> tuple[
         Float[Array, "batch seq heads v_head_dim"], Float[Array, "batch heads seq"]
     ]:
-        """Returns the attention output, and the log-sum-exp of scores in float32.
-
-        Args:
-          query: Queries.
-          key: Keys.
-          value: Values.
-          scores: Static parameters of the scores.
-          mask: Which keys a query sees.
-          window: Tokens that a query sees, its own included; None for all before it.
-        """
+        """Computes the attention output and the log-sum-exp, as `AttentionKernel`."""
         seq, blocks = query.shape[1], self._blocks(query, value).forward
         call = _Call(scores, blocks, self.interpret)
         operands, _ = call.prepare(query, key, value, mask, window)
@@ -105,19 +96,7 @@ class FlashKernel:
         mask: Mask,
         window: Any = None,
     ) -> tuple[Array, Array, Array]:
-        """Returns the gradients of queries, keys and values.
-
-        Args:
-          query: Queries, as given to `forward`, like all other arguments not below.
-          key: Keys.
-          value: Values.
-          out: Attention output over all keys, of this call or others.
-          log_sum: Log-sum-exp of the scores with all keys.
-          grad: Cotangent of `out`.
-          scores: Static parameters of the scores.
-          mask: Which keys a query sees.
-          window: Tokens that a query sees.
-        """
+        """Computes the gradients of its inputs, as `AttentionKernel`."""
         seq, num_keys = query.shape[1], key.shape[1]
         call = _Call(scores, self._blocks(query, value).backward, self.interpret)
         delta = jnp.einsum("bqhd,bqhd->bhq", *(_wide(x) for x in (out, grad)))

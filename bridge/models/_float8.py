@@ -1,18 +1,33 @@
 """Products in float8 with current scaling: e4m3 forward, e5m2 for gradients."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, UInt8
 
-Product = Callable[[Array, Array, int], Array]
-"""`product(x, kernel, num_in)`: contracts the last dims of `x` with the first ones."""
-
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+class Product(Protocol):
+    """Signature of a product of activations and weights."""
+
+    def __call__(
+        self, x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int, /
+    ) -> Float[Array, "..."]:
+        """Contracts the last `num_in` dims of `x` with the first ones of `kernel`.
+
+        Args:
+          x: Activations `[*tokens, *in]`, in 16 or 32 bits.
+          kernel: Weights `[*in, *out]`, in the same dtype.
+          num_in: Number of contracted dims.
+
+        Returns:
+          The product `[*tokens, *out]`, in the dtype of `x`.
+        """
+        ...
 
 
 def plain_product(
@@ -25,20 +40,12 @@ def plain_product(
 def float8_product(
     x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int
 ) -> Float[Array, "..."]:
-    """Computes `plain_product` of arrays rounded to float8, also backward.
+    """Computes a `Product` of arrays rounded to float8, also backward.
 
     Activations and weights are rounded to e4m3 and gradients to e5m2, each scaled by
     the largest magnitude that it has now: there is no state of earlier steps. Scales
     are powers of two, so that a weight that `Float8Gather` rounded is not rounded
     again. Under `shard_map` scales are those of a rank.
-
-    Args:
-      x: Activations `[*tokens, *in]`, in 16 or 32 bits.
-      kernel: Weights `[*in, *out]`, in the same dtype.
-      num_in: Number of contracted dims.
-
-    Returns:
-      The product `[*tokens, *out]`, in the dtype of `x`.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from bridge.models._cudnn import CudnnKernel
-from bridge.models._flash_kernel import FlashKernel
+from bridge.models._attention_kernel import AttentionKernel
 from bridge.models._kernel_mask import Mask, Scores, Tokens
 
 # `fsdp_jax.ops` gives the residuals of context-parallel attention the same name, so
@@ -30,7 +29,7 @@ class _Seen(NamedTuple):
 
 
 def fused_attention(
-    kernel: CudnnKernel | FlashKernel,
+    kernel: AttentionKernel,
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
     value: Float[Array, "batch seq kv_heads v_head_dim"],
@@ -48,7 +47,7 @@ def fused_attention(
     sinks. The residuals are named `context_attention` for a `remat_policy`.
 
     Args:
-      kernel: Kernel with `forward` and `backward`, such as `FlashKernel`.
+      kernel: Kernel, such as `FlashKernel`.
       query: Queries.
       key: Keys.
       value: Values.

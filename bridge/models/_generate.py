@@ -72,6 +72,13 @@ def generate(
 
     Raises:
       ValueError: If `max_new_tokens` is below 1, or sampling lacks keys.
+
+    Examples:
+      >>> model = Decoder(config, rngs=nnx.Rngs(0))
+      >>> prompts, lengths = jnp.array([[1, 2, 3], [4, 5, 0]]), jnp.array([3, 2])
+      >>> out = bridge.models.generate(model, prompts, lengths, max_new_tokens=4)
+      >>> out.tokens.shape
+      (2, 7)
     """
     if max_new_tokens < 1:
         raise ValueError(f"generate({max_new_tokens=}) must be at least 1.")

@@ -12,16 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
-from bridge.models._decoder_layer import (
-    DecoderLayer,
-    Experts,
-    PerLayer,
-    Stream,
-    with_products,
-)
+from bridge.models._decoder_layer import DecoderLayer, Experts, PerLayer
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
-from bridge.models._layer_products import LayerProducts
+from bridge.models._layer_mixer import Stream
+from bridge.models._layer_products import LayerProducts, with_products
 from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
 from bridge.models._position_tables import PositionTables
 from bridge.models._positions import Ids

@@ -1,10 +1,20 @@
 """Products of the layers of a decoder: the first and last ones may be plain."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+import jax
+from flax import nnx
 
 from bridge.models._float8 import Product, plain_product
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
+from bridge.models._linear import Linear
+from bridge.models._mlp import MLP
+from bridge.models._moe import Experts
+from bridge.models._self_attention import SelfAttention
+
+Layer = TypeVar("Layer", bound=nnx.Module)
 
 
 class LayerProducts(NamedTuple):
@@ -55,3 +65,39 @@ def products_of_layers(
         )
     middle = layers - start - end
     return (PLAIN,) * start + (products,) * middle + (PLAIN,) * end
+
+
+def with_products(layer: Layer, products: LayerProducts) -> Layer:
+    """Returns the layer with other products.
+
+    Args:
+      layer: Layer, which stays as it is.
+      products: Products of projections and experts.
+    """
+    copy = jax.tree.map(lambda leaf: leaf, layer)
+    set_products(copy, products)
+    return copy
+
+
+def set_products(layer: nnx.Module, products: LayerProducts) -> None:
+    """Sets the products of a layer.
+
+    Args:
+      layer: Layer, which is changed.
+      products: Products of projections and experts.
+    """
+    for linear in _projections(layer):
+        linear.product = products.linear
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, Experts):
+            module.product = products.experts
+
+
+def _projections(layer: nnx.Module) -> Iterator[Linear]:
+    """Yields the linear modules of attention and MLPs, shared experts' too.
+
+    Routers are none of them: their choices flip on small differences.
+    """
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, SelfAttention | MLP):
+            yield from (one for one in vars(module).values() if isinstance(one, Linear))

@@ -18,21 +18,13 @@ BLOCK = 32
 def mxfp8_product(
     x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int
 ) -> Float[Array, "..."]:
-    """Computes `plain_product` of arrays rounded to MXFP8, also backward.
+    """Computes a `Product` of arrays rounded to MXFP8, also backward.
 
     Activations, weights and gradients are e4m3, with a scale for each 32 numbers along
     the dim that a product contracts: a large number costs precision in its block alone,
     where `float8_product` has one scale a tensor. Blackwell GPUs multiply so in one
     kernel of cuDNN; on others the numbers are those of MXFP8, and the product has the
     dtype of `x`, which saves no time.
-
-    Args:
-      x: Activations `[*tokens, *in]`, in 16 or 32 bits.
-      kernel: Weights `[*in, *out]`, in the same dtype.
-      num_in: Number of contracted dims.
-
-    Returns:
-      The product `[*tokens, *out]`, in the dtype of `x`.
 
     Raises:
       ValueError: If the tokens, the inputs or the outputs are no multiple of 32: each

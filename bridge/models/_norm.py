@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from bridge.models._config import Norm as NormKind
+from bridge.models._decoder_fields import Norm as NormKind
 
 
 class Norm(nnx.Module):

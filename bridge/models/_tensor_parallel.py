@@ -90,6 +90,11 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
       ValueError: If the query heads, the heads of a delta net or of Mamba 2, the
         channels of Mamba 1 or of a short convolution, or the width of an MLP or of
         experts are not divisible by `ranks`. All are listed.
+
+    Examples:
+      >>> rules = bridge.models.tensor_parallel_rules(config, ranks=2)
+      >>> rules["layers.mlp.up_proj.kernel"], rules["layers.mlp.down_proj.kernel"]
+      (-1, -2)
     """
     raise_if(f"Tensor parallelism over {ranks} ranks", _indivisible(config, ranks))
     whole = ()

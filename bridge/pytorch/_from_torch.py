@@ -64,6 +64,15 @@ def from_torch(
       ValueError: If source, rules and `like` do not match (all mismatches are listed,
         before a weight is read), or if the proposal is in doubt: it is then printed,
         as code to be corrected.
+
+    Examples:
+      >>> state = {"head.weight": np.ones((4, 3), np.float32)}
+      >>> tree = {"head": {"kernel": jax.ShapeDtypeStruct((3, 4), jnp.float32)}}
+      >>> rules = [bridge.adapt.linear("head", "head", bias=False)]
+      >>> bridge.from_torch(state, tree, rules)
+      {'head': {'kernel': Array([[1., 1., 1., 1.],
+             [1., 1., 1., 1.],
+             [1., 1., 1., 1.]], dtype=float32)}}
     """
     tensors, target = open_torch(source, prefix), read_target(like)
     if rules is None:

@@ -51,6 +51,12 @@ class Proposal:
       leaves: Shapes, by path, of leaves that no row covers.
       ignored: Names of tensors that are deliberately ignored.
       tied: Names of tensors that are tied to another one, with that one's name.
+
+    Examples:
+      >>> tree = {"scale": jax.ShapeDtypeStruct((3,), jnp.float32)}
+      >>> proposal = bridge.propose_rules({"norm.weight": np.ones(4, np.float32)}, tree)
+      >>> proposal.is_certain, proposal.tensors
+      (False, {'norm.weight': (4,)})
     """
 
     subject: str
@@ -126,6 +132,14 @@ def propose_rules(
 
     Returns:
       Proposed rules, with doubts and everything that no rule covers.
+
+    Examples:
+      >>> state = {"head.weight": np.ones((4, 3), np.float32)}
+      >>> tree = {"head": {"kernel": jax.ShapeDtypeStruct((3, 4), jnp.float32)}}
+      >>> print(bridge.propose_rules(state, tree))
+      rules = [
+          adapt.linear("head", "head", bias=False),
+      ]
     """
     tensors, target = open_torch(source, prefix), read_target(like)
     shapes = {name: tuple(leaf.shape) for name, leaf in target.leaves.items()}

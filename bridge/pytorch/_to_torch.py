@@ -46,6 +46,12 @@ def to_torch(
 
     Raises:
       ValueError: If tree, rules and `like` do not match. All mismatches are listed.
+
+    Examples:
+      >>> rules = [bridge.Rule("head.weight", "head.kernel", "out in -> in out")]
+      >>> state = bridge.to_torch({"head": {"kernel": jnp.ones((3, 4))}}, rules)
+      >>> tuple(state["head.weight"].shape)
+      (4, 3)
     """
     tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
     leaves = jax.device_get(read_target(arrays_of(tree)).leaves)

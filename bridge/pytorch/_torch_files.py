@@ -19,13 +19,9 @@ from bridge.formats._source import (
     Source,
     open_checkpoint,
 )
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import (
-    TensorSource,
-    flatten_tensors,
-    open_torch_file,
-    read_torch_file,
-)
+from bridge.formats._torch_zip import flatten_tensors, open_torch_file, read_torch_file
 from bridge.pytorch._torch_source import hold, is_module
 from bridge.pytorch._verl import is_verl, open_verl
 

@@ -13,8 +13,8 @@ import numpy as np
 from bridge._box import as_index, complete
 from bridge.formats._rank_shards import RankShards
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import TensorSource
 
 _BITS = {1: "uint8", 2: "uint16", 4: "uint32"}
 

@@ -20,8 +20,9 @@ from bridge._report import format_report
 from bridge.formats._dtensor import LocalShard
 from bridge.formats._rank_shards import RankShards, merge_ranks
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import TensorSource, read_torch_file
+from bridge.formats._torch_zip import read_torch_file
 
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 

@@ -33,6 +33,12 @@ class Mapping:
 
     Raises:
       ValueError: If a rule names a dim without a size.
+
+    Examples:
+      >>> rule = bridge.Rule("head.weight", "head.kernel", "out in -> in out")
+      >>> mapping = bridge.Mapping((rule,), sizes={"out": 4, "in": 3})
+      >>> [piece.destination_shape for piece in mapping.by_source()["head.weight"]]
+      [(3, 4)]
     """
 
     rules: tuple[Rule, ...]

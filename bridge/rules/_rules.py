@@ -49,6 +49,13 @@ class Rule:
 
     Raises:
       ValueError: If sources, destinations, layouts and `dim` are inconsistent.
+
+    Examples:
+      >>> rule = bridge.Rule("head.weight", "head.kernel", "out in -> in out")
+      >>> state = {"head.weight": np.ones((4, 3), np.float32)}
+      >>> tree = {"head": {"kernel": jax.ShapeDtypeStruct((3, 4), jnp.float32)}}
+      >>> bridge.from_torch(state, tree, [rule])["head"]["kernel"].shape
+      (3, 4)
     """
 
     source: str | tuple[str, ...]

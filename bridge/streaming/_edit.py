@@ -42,6 +42,12 @@ def edit_safetensors(
       FileNotFoundError: If `src` does not exist.
       ValueError: If `src` is damaged, `dst` exists, or the edits cannot be made;
         nothing is written.
+
+    Examples:
+      >>> edits = bridge.Edits(cast=(("*", np.dtype(jnp.bfloat16)),))
+      >>> bridge.edit_safetensors("small-llama", path + "/edited", edits)
+      >>> bridge.open_checkpoint(path + "/edited").dtype("model.norm.weight").name
+      'bfloat16'
     """
     check_local(src, dst)
     source = open_checkpoint(src)

@@ -71,12 +71,6 @@ class MergedLeaf:
 def merge(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
     """Returns the weighted sum of trees, to be saved tensor by tensor.
 
-    ```python
-    a, config = bridge.lazy_hf("step_100")
-    b, _ = bridge.lazy_hf("step_200")
-    bridge.save_hf("mean", bridge.merge([a, b]), config)
-    ```
-
     Args:
       trees: Trees of one structure, as `lazy_hf` returns them, or of arrays.
       weights: Weight of each tree; they add up to 1. None means equal weights.
@@ -87,6 +81,11 @@ def merge(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
     Raises:
       ValueError: If weights do not add up to 1, or the trees have other leaves or
         shapes; all mismatches are listed.
+
+    Examples:
+      >>> tree, config = bridge.lazy_hf("small-llama")
+      >>> mean = bridge.merge([tree, params], weights=[0.25, 0.75])
+      >>> bridge.save_hf(path, mean, config)
     """
     if not trees:
         raise ValueError("There are 0 trees to merge: give at least 1.")

@@ -87,55 +87,67 @@ def plan_decoder(
     """
     cp = mesh.shape["cp"]
     check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
+    formats = _product_options(config, products, expert_products)
+    routing = routing or Routing(router_dtype="model")
+    fsdp_config = fsdp_config or fsdp.FSDPConfig()
+    # Refuses a kernel that the devices cannot run, before anything is traced.
+    packed = "segment_ids" in sequences
+    settings = settings_of(mesh, fsdp_config, cp_form, attention, packed=packed)
+    attention_choices(config, settings)
+    make = functools.partial(
+        _make_decoder,
+        ScoredDecoder if scored else _decoder_class(routing),
+        config,
+        routing,
+        functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
+        decoder_options(cp, cp_form, attention)
+        | formats
+        | {
+            "num_layers_at_start_in_bf16": num_layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": num_layers_at_end_in_bf16,
+            "batch_parts": batch_parts,
+        },
+    )
+    rules = tensor_parallel_rules(
+        without_head(config) if scored else config, mesh.shape["tp"]
+    )
+    sharding = dataclasses.replace(
+        _of_decoder(fsdp_config, config),
+        tensor_parallel=rules,
+        context_parallel=sequences,
+    )
+    return fsdp.fully_shard(make, mesh, units=[DecoderLayer], config=sharding)
+
+
+_PRODUCTS = {"float8": float8_product, "mxfp8": mxfp8_product}
+_FLOAT8_EXPERTS = {"expert_product": float8_grouped_matmul}
+
+
+def _product_options(
+    config: DecoderConfig, products: Products, expert_products: ExpertProducts
+) -> dict[str, Any]:
+    """Returns the products that a decoder is made with, as its arguments."""
     if expert_products != "param_dtype" and config.moe is None:
         raise ValueError(
             f"expert_products={expert_products}: without effect, as the model has no "
             "experts. Leave it out."
         )
-    routing = routing or Routing(router_dtype="model")
-    fsdp_config = fsdp_config or fsdp.FSDPConfig()
+    linear = {} if products == "param_dtype" else {"product": _PRODUCTS[products]}
+    return linear | ({} if expert_products == "param_dtype" else _FLOAT8_EXPERTS)
+
+
+def _of_decoder(given: fsdp.FSDPConfig, config: DecoderConfig) -> fsdp.FSDPConfig:
+    """Returns the sharding with what the layers of the decoder ask for."""
     biases = correction_bias_paths(config)
-    policy = dataclasses.replace(
-        fsdp_config.mp_policy, param_name_patterns_in_fp32=biases
-    )
-    # Refuses a kernel that the devices cannot run, before anything is traced.
-    packed = "segment_ids" in sequences
-    settings = settings_of(mesh, fsdp_config, cp_form, attention, packed=packed)
-    attention_choices(config, settings)
-    return fsdp.fully_shard(
-        functools.partial(
-            _make_decoder,
-            ScoredDecoder if scored else _decoder_class(routing),
-            config,
-            routing,
-            functools.partial(fsdp.scan, prefetch=prefetch, unroll=unroll),
-            decoder_options(cp, cp_form, attention)
-            | ({} if products == "param_dtype" else {"product": _PRODUCTS[products]})
-            | ({} if expert_products == "param_dtype" else _FLOAT8_EXPERTS)
-            | {
-                "num_layers_at_start_in_bf16": num_layers_at_start_in_bf16,
-                "num_layers_at_end_in_bf16": num_layers_at_end_in_bf16,
-                "batch_parts": batch_parts,
-            },
+    return dataclasses.replace(
+        given,
+        pipeline=dataclasses.replace(given.pipeline, stack=_stack(config)),
+        mp_policy=dataclasses.replace(
+            given.mp_policy, param_name_patterns_in_fp32=biases
         ),
-        mesh,
-        units=[DecoderLayer],
-        config=dataclasses.replace(
-            fsdp_config,
-            pipeline=dataclasses.replace(fsdp_config.pipeline, stack=_stack(config)),
-            mp_policy=policy,
-            frozen=_frozen(config, fsdp_config),
-            tensor_parallel=tensor_parallel_rules(
-                without_head(config) if scored else config, mesh.shape["tp"]
-            ),
-            expert_parallel=expert_parallel_rules(config),
-            context_parallel=sequences,
-        ),
+        frozen=_frozen(config, given),
+        expert_parallel=expert_parallel_rules(config),
     )
-
-
-_PRODUCTS = {"float8": float8_product, "mxfp8": mxfp8_product}
-_FLOAT8_EXPERTS = {"expert_product": float8_grouped_matmul}
 
 
 def _frozen(config: DecoderConfig, given: fsdp.FSDPConfig) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
-import optax
 
 import bridge
 import fsdp_jax as fsdp
@@ -344,38 +343,6 @@ def open_language_model(path: Path, step: int | None) -> Checkpoint:
             "writes it, and other commands do not read it."
         )
     return origin
-
-
-def start_state(
-    origin: Origin,
-    resumed: Checkpoint | None,
-    plan: fsdp.Plan,
-    tx: optax.GradientTransformation,
-    loss_scale: fsdp.training.LossScale | None,
-    seed: int = 0,
-) -> fsdp.TrainState:
-    """Makes the state that training starts from, or loads it as it was saved.
-
-    Args:
-      origin: Model.
-      resumed: Step to resume from; None for a new run.
-      plan: Plan from `plan_decoder`.
-      tx: Optimizer.
-      loss_scale: Loss scale of the state; None for none.
-      seed: Seed of random weights.
-    """
-    if resumed is None and isinstance(origin, RandomModel):
-        params = fsdp.init_params(plan, jax.random.key(seed))
-        return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
-    if resumed is None:
-        if plan.config.lora is None:
-            params = origin.load_params(plan.params)
-        else:
-            base = origin.load_params(fsdp.training.abstract_base_params(plan))
-            params = fsdp.training.add_lora(plan, base, jax.random.key(0))
-        return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
-    like = fsdp.abstract_state(plan, tx, loss_scale)
-    return fsdp.load(resumed.path, like, step=resumed.step)
 
 
 def tokenizer_file(origin: Origin) -> Path | None:

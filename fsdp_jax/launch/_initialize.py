@@ -83,23 +83,24 @@ def initialize(
     the same secret in all processes. It may be left out where only this machine reaches
     the coordinator: if its address is `localhost` or a loopback address. The
     coordinator listens at the address it is given, if that is one of the machine's own
-    and no loopback address behind another name; else at all.
+    and no loopback address behind another name; otherwise at all addresses.
 
     The processes first compare their configuration, and start only if it agrees. From
     then on all exit, with the reason, when one fails, dies or sends no heartbeat, and
     the position of each is printed when none makes progress (see `report_progress`).
 
     Args:
-      coordinator_address: `host:port` of process 0, the same for all. jax needs another
-        free port besides.
-      num_processes: Number of processes of the job.
-      process_id: Index of this process, from 0.
-      local_device_ids: GPUs of this process among those of its machine; default that of
-        its local rank, if the launcher sets it, or else all.
+      coordinator_address: `host:port` of process 0, the same for all; None to detect
+        it. jax needs another free port besides.
+      num_processes: Number of processes of the job; None to detect it.
+      process_id: Index of this process, from 0; None to detect it.
+      local_device_ids: GPUs of this process among those of its machine; None for that
+        of its local rank, if the launcher sets it, or else all.
       config: Values that must be equal in all processes: a dataclass, or a mapping of
-        JSON values. Versions of Python, jax, jaxlib and this package are always
-        compared.
-      timeouts: Timeouts of the job; those of process 0 apply, or of `fsdp-jax launch`.
+        JSON values; None for none. Versions of Python, jax, jaxlib and this package are
+        always compared.
+      timeouts: Timeouts of the job; None for the defaults. Those of process 0 apply, or
+        of `fsdp-jax launch`.
 
     Returns:
       The index of this process and the number of processes.

@@ -12,26 +12,20 @@ from jax.sharding import Mesh
 
 from fsdp_jax._tree import matches, named_leaves, unmatched
 from fsdp_jax.sharding._adapted_model import with_lora
-from fsdp_jax.sharding._config import (
-    ZERO_DP_STRATEGIES,
-    FSDPConfig,
-    Placements,
-)
+from fsdp_jax.sharding._config import FSDPConfig, Placements
 from fsdp_jax.sharding._expert_parallel import check_experts, expert_dim, without_ep
-from fsdp_jax.sharding._mesh import (
-    DATA_AXES,
-    OUTER_AXES,
-    SHARD_AXES,
-    axes_in_use,
-    check_axes,
-    num_devices,
-)
+from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, check_axes, num_devices
 from fsdp_jax.sharding._model_def import MakeModel, ModelDef, describe
 from fsdp_jax.sharding._offload import check_memory
 from fsdp_jax.sharding._param_gather import ParamGather
 from fsdp_jax.sharding._param_plan import ROOT, ParamKind, ParamPlan, UnitPolicy
 from fsdp_jax.sharding._param_split import ParamSplit
-from fsdp_jax.sharding._placement import beside_stages, is_within, staged_stack
+from fsdp_jax.sharding._placement import (
+    beside_stages,
+    is_within,
+    placements_of,
+    staged_stack,
+)
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.sharding._precision import Precision
 from fsdp_jax.sharding._stages import Stages
@@ -64,18 +58,19 @@ def fully_shard(
       make_model: Function of a PRNG key that returns an nnx or equinox module, linen
         variables, or any pytree of arrays.
       mesh: Device mesh from `make_mesh`.
-      units: Classes (flax.nnx, equinox), which any of their methods enters; methods
-        (`Decoder.embed`), if only these are to; path patterns (`"layers.*"`: one `*` a
-        path component, for linen modules and for functions marked with `fsdp.unit`);
-        or one of them in `Stacked`. Empty: the model is one unit.
-      config: Strategy, precision and replicated parameters; default `FSDPConfig()`,
-        ZeRO-3.
+      units: Units, whose weights are gathered and freed together. A class (flax.nnx,
+        equinox) is entered by any of its methods; a method (`Decoder.embed`) is the
+        only one that enters; a path pattern (`"layers.*"`, one `*` a path component)
+        is for linen modules and for functions marked with `fsdp.unit`. Stacked layers
+        are one of these in `Stacked`. Without units the model is a single one.
+      config: Strategy, precision and other options; None for `FSDPConfig()`, ZeRO-3.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: If the mesh cannot be planned for, a unit or a pattern matches
+      ValueError: If the mesh lacks an axis of `make_mesh`, or has several devices on
+        `tp` or `cp` that the config does not use; if a unit or a pattern matches
         nothing, or the placements do not fit the mesh; all offenders in one message.
 
     Examples:
@@ -107,7 +102,7 @@ def fully_shard(
     if config.lora is not None:
         owners = {name: owner(name, found) for name in names}
         model = with_lora(model, config.lora, owners, ROOT, config.mp_policy)
-    placements = _placements(mesh, config)
+    placements = placements_of(mesh, config)
     stack = staged_stack(mesh, found, config.pipeline.stack)
     # `model.named_params`, not `names`: with LoRA they are the base and the factors.
     param_plans = tuple(
@@ -322,49 +317,6 @@ def _tensor_dim(
 def _divide_one_dim(param: ParamPlan, dim: int, mesh: Mesh, num_shards: int) -> bool:
     """Returns whether tp and `num_shards` data devices together divide one dim."""
     return param.shape[dim] % (mesh.shape["tp"] * num_shards) == 0
-
-
-def _placements(mesh: Mesh, config: FSDPConfig) -> Placements:
-    """Returns the user's placements or the preset of the strategies.
-
-    Axes of one device are left out.
-
-    Raises:
-      ValueError: If an axis is not a data axis, or the axes of a placement are not a
-        prefix of the optimizer's.
-    """
-    if given := config.placements:
-        stations = dataclasses.asdict(given)
-        unknown = {a for axes in stations.values() for a in axes} - set(DATA_AXES)
-        if unknown:
-            raise ValueError(
-                f"{given} names {', '.join(sorted(unknown))}. Parameters are split "
-                f"over data axes: {', '.join(DATA_AXES)}."
-            )
-        used = {name: axes_in_use(mesh, axes) for name, axes in stations.items()}
-        optimizer = used["optimizer"]
-        wrong = [
-            name
-            for name, axes in used.items()
-            if axes != optimizer[: len(axes)] or len(set(axes)) < len(axes)
-        ]
-        if wrong:
-            raise ValueError(
-                f"{given}: the axes of {' and '.join(wrong)} are not the first ones of "
-                f"optimizer={optimizer}, each once, so that a device's pieces would "
-                "not be neighbours. Reorder or extend the optimizer's."
-            )
-        return Placements(**used)
-    inner = axes_in_use(mesh, SHARD_AXES)
-    outer = axes_in_use(mesh, OUTER_AXES)
-    strategy = ZERO_DP_STRATEGIES.index(str(config.zero_dp_strategy))
-    hybrid = config.outer_dp_sharding_strategy == "optim"
-    return Placements(
-        parameter=inner if strategy >= 3 else (),
-        gradient=inner if strategy >= 2 else (),
-        # Inner axes first, so that the outer gather concatenates contiguous pieces.
-        optimizer=(inner if strategy >= 1 else ()) + (outer if hybrid else ()),
-    )
 
 
 def _should_split(param: ParamPlan, config: FSDPConfig) -> bool:

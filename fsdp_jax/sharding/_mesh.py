@@ -40,23 +40,25 @@ def make_mesh(
 ) -> Mesh:
     """Makes the mesh that `fully_shard` plans for.
 
-    The mesh always has all six axes, so that code never asks whether one exists; an
+    The mesh always has all six axes, so that code need not check whether one exists; an
     axis of size 1 costs nothing. `make_mesh()` puts every device on `dp_shard`, and
-    `make_mesh(dp_outer=2)` is HSDP: sharded within each half, replicated across.
+    `make_mesh(dp_outer=2)` is HSDP: sharded within each half, replicated across. At
+    most one size may be -1: the number of devices that the other sizes leave.
 
     Args:
       pp: Number of pipeline stages.
       dp_outer: Number of replicas (HSDP) or outer shards (HFSDP) of the sharded model.
-      dp_shard: Number of devices that split parameters, gradients and optimizer state.
+      dp_shard: Number of devices that split parameters, gradients and optimizer state;
+        by default all that the other sizes leave.
       ep: Number of devices that split experts; dense parameters and batch rows are
         split there too.
       cp: Number of devices that split the sequence.
       tp: Number of devices that split single matrix products.
-      devices: Devices to use, default all. At most one size may be -1: the number of
-        devices that the other sizes leave.
+      devices: Devices to use; None for all.
 
     Returns:
-      A `jax.sharding.Mesh` of axis type Auto with the axes `AXES`.
+      A `jax.sharding.Mesh` of axis type Auto, with the axes `pp`, `dp_outer`,
+      `dp_shard`, `ep`, `cp` and `tp`.
 
     Raises:
       ValueError: If the product of the sizes is not the number of devices.

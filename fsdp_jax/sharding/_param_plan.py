@@ -171,6 +171,11 @@ class ParamPlan:
         shape = self.padded_shape if axes else self.shape
         return math.prod(self.split.on_device(mesh, shape, axes))
 
+    def stored_bytes(self, mesh: Mesh) -> int:
+        """Returns its bytes on one device as stored, padding included."""
+        elements = self.num_elements(mesh, self.placements.optimizer)
+        return elements * self.precision.main_params.itemsize
+
     def deferred_axes(self, data_axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the `data_axes` over which a microbatch leaves its gradient partial.
 

@@ -1,12 +1,62 @@
-"""Placement over pipeline stages of the stack they split and of other parameters."""
+"""Placements of parameters: data axes of the strategies, and pipeline stages."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from jax.sharding import Mesh
 
-from fsdp_jax.sharding._config import Placements
+from fsdp_jax.sharding._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements
+from fsdp_jax.sharding._mesh import DATA_AXES, OUTER_AXES, SHARD_AXES, axes_in_use
 from fsdp_jax.sharding._plan import ROOT
 from fsdp_jax.sharding._units import Found
+
+
+def placements_of(mesh: Mesh, config: FSDPConfig) -> Placements:
+    """Returns the user's placements or the preset of the strategies.
+
+    Axes of one device are left out.
+
+    Args:
+      mesh: Device mesh.
+      config: Placements, or strategies.
+
+    Raises:
+      ValueError: If an axis is not a data axis, or the axes of a placement are not a
+        prefix of the optimizer's.
+    """
+    if given := config.placements:
+        stations = dataclasses.asdict(given)
+        unknown = {a for axes in stations.values() for a in axes} - set(DATA_AXES)
+        if unknown:
+            raise ValueError(
+                f"{given} names {', '.join(sorted(unknown))}. Parameters are split "
+                f"over data axes: {', '.join(DATA_AXES)}."
+            )
+        used = {name: axes_in_use(mesh, axes) for name, axes in stations.items()}
+        optimizer = used["optimizer"]
+        wrong = [
+            name
+            for name, axes in used.items()
+            if axes != optimizer[: len(axes)] or len(set(axes)) < len(axes)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{given}: the axes of {' and '.join(wrong)} are not the first ones of "
+                f"optimizer={optimizer}, each once, so that a device's pieces would "
+                "not be neighbours. Reorder or extend the optimizer's."
+            )
+        return Placements(**used)
+    inner = axes_in_use(mesh, SHARD_AXES)
+    outer = axes_in_use(mesh, OUTER_AXES)
+    strategy = ZERO_DP_STRATEGIES.index(str(config.zero_dp_strategy))
+    hybrid = config.outer_dp_sharding_strategy == "optim"
+    return Placements(
+        parameter=inner if strategy >= 3 else (),
+        gradient=inner if strategy >= 2 else (),
+        # Inner axes first, so that the outer gather concatenates contiguous pieces.
+        optimizer=(inner if strategy >= 1 else ()) + (outer if hybrid else ()),
+    )
 
 
 def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:

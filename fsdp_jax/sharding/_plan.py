@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax._report import Grid, format_bytes, html_page
+from fsdp_jax._report import format_bytes, html_page
 from fsdp_jax._tree import PyTree, matches, named_leaves
 from fsdp_jax.sharding._annotations import ignored_line
 from fsdp_jax.sharding._config import FSDPConfig, Placements
@@ -22,6 +22,7 @@ from fsdp_jax.sharding._padded import Padded
 from fsdp_jax.sharding._param_gather import byte_dims, scale_dims
 from fsdp_jax.sharding._param_plan import ROOT as ROOT
 from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
+from fsdp_jax.sharding._param_table import param_table
 from fsdp_jax.sharding._pipeline_report import pipeline_lines
 from fsdp_jax.sharding._stages import Stages
 from fsdp_jax.sharding._streaming import streaming_line
@@ -206,9 +207,9 @@ class Plan:
         """Bytes of the stored parameters and of their gradients on one device."""
         sizes = {"params": 0, "grads": 0}
         for param in self.param_plans:
-            elements = param.num_elements(self.mesh, param.placements.optimizer)
-            sizes["params"] += elements * param.precision.main_params.itemsize
+            sizes["params"] += param.stored_bytes(self.mesh)
             if not param.is_frozen:
+                elements = param.num_elements(self.mesh, param.placements.optimizer)
                 sizes["grads"] += elements * param.precision.main_grads.itemsize
         return sizes
 
@@ -248,11 +249,13 @@ class Plan:
 
     def __repr__(self) -> str:
         """Returns the table: a line a parameter, then the mesh and bytes per device."""
-        return "\n".join([_grid(self).as_text(), "", *_summary(self)])
+        return "\n".join(
+            [param_table(self.mesh, self.param_plans).as_text(), "", *_summary(self)]
+        )
 
     def _repr_html_(self) -> str:
         """Returns the table as HTML, with a bar for the bytes of each parameter."""
-        return html_page([_grid(self), *_summary(self)])
+        return html_page([param_table(self.mesh, self.param_plans), *_summary(self)])
 
     def _unflatten(self, leaves: Iterable[Any]) -> PyTree:
         return self.treedef.unflatten(leaves)
@@ -277,70 +280,6 @@ def sequence_dims(plan: Plan, batch: PyTree) -> list[int]:
         )
         for name, leaf in named_leaves(batch)
     ]
-
-
-_COLUMNS = {
-    "parameter": "left",
-    "shape": "right",
-    "stored as": "left",
-    "gathered as": "left",
-    "unit": "left",
-    "split": "left",
-    "bytes/device": "right",
-}
-
-
-def _grid(plan: Plan) -> Grid:
-    return Grid(
-        _COLUMNS,
-        [_cells(plan, param) for param in plan.param_plans],
-        [_stored_bytes(plan, param) for param in plan.param_plans],
-    )
-
-
-def _stored_bytes(plan: Plan, param: ParamPlan) -> int:
-    elements = param.num_elements(plan.mesh, param.placements.optimizer)
-    return elements * param.precision.main_params.itemsize
-
-
-def _cells(plan: Plan, param: ParamPlan) -> tuple[str, ...]:
-    stored = param.precision.main_params
-    return (
-        param.name,
-        str(param.shape),
-        stored.name,
-        param.gather.name if param.gather else param.precision.param.name,
-        param.unit + (" (stacked)" if param.num_stacked else ""),
-        _split(param),
-        f"{_stored_bytes(plan, param):,}",
-    )
-
-
-def _split(param: ParamPlan) -> str:
-    """Describes how one parameter is split."""
-    parts = []
-    axes = param.placements.optimizer
-    if param.is_staged:
-        parts.append("dim 0 over pp")
-    if param.split.stage_padding:
-        size = param.shape[0]
-        parts.append(f"padded {size} to {size + param.split.stage_padding}")
-    is_one_dim = bool(axes) and param.split.dim == param.split.tensor_dim
-    if is_one_dim:
-        parts.append(f"dim {param.split.dim} over {' x '.join(('tp', *axes))}")
-    elif axes:
-        parts.append(f"dim {param.split.dim} over {' x '.join(axes)}")
-    if param.split.padding:
-        assert param.split.dim is not None
-        size = param.shape[param.split.dim]
-        parts.append(f"padded {size} to {size + param.split.padding}")
-    if param.split.tensor_dim is not None and not is_one_dim:
-        parts.append(f"dim {param.split.tensor_dim} over tp")
-    if param.split.expert_dim is not None:
-        parts.append(f"dim {param.split.expert_dim} over ep")
-    if param.is_frozen:
-        parts.append("frozen")
-    return ", ".join(parts) or "replicated"
 
 
 def _replicated_over_tp(plan: Plan) -> list[str]:

@@ -58,7 +58,7 @@ def streaming_line(mesh: Mesh, params: Sequence[ParamPlan]) -> list[str]:
         return []
     units: dict[str, int] = {}
     for param in own:
-        one = _stored_bytes(mesh, param) // param.shape[0]
+        one = param.stored_bytes(mesh) // param.shape[0]
         units[param.unit] = units.get(param.unit, 0) + one
     size, largest = streamed_bytes(mesh, params), max(units.values())
     return [
@@ -69,7 +69,7 @@ def streaming_line(mesh: Mesh, params: Sequence[ParamPlan]) -> list[str]:
 
 def streamed_bytes(mesh: Mesh, params: Sequence[ParamPlan]) -> int:
     """Returns bytes of streamed parameters as stored, for one device."""
-    return sum(_stored_bytes(mesh, param) for param in params if param.is_streamed)
+    return sum(param.stored_bytes(mesh) for param in params if param.is_streamed)
 
 
 def _is_chosen(config: FSDPConfig, param: ParamPlan) -> bool:
@@ -133,8 +133,3 @@ def _of_params(params: Sequence[ParamPlan], chosen: Sequence[ParamPlan]) -> list
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
-
-
-def _stored_bytes(mesh: Mesh, param: ParamPlan) -> int:
-    elements = param.num_elements(mesh, param.placements.optimizer)
-    return elements * param.precision.main_params.itemsize

@@ -5,7 +5,7 @@ from types import MappingProxyType
 import numpy as np
 
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 
 
 class Held:

@@ -7,7 +7,7 @@ import pytest
 from helpers.errors import facts
 
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 from bridge.megatron import open_megatron, plain_args, to_gpt, to_hybrid, write_megatron
 from bridge.megatron._hybrid import HybridLayers
 from bridge.megatron.read._dcp import open_dcp

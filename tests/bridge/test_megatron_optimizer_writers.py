@@ -9,8 +9,9 @@ import pytest
 from helpers.errors import facts
 
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import TensorSource, read_torch_file
+from bridge.formats._torch_zip import read_torch_file
 from bridge.megatron import (
     MegatronCheckpoint,
     MegatronOptimizer,

@@ -11,7 +11,8 @@ from held import assert_equal, held
 from helpers.errors import facts
 from megatron_twins import megatron_twin
 
-from bridge.formats._torch_zip import TensorSource, open_torch_file, read_torch_file
+from bridge.formats._tensor_source import TensorSource
+from bridge.formats._torch_zip import open_torch_file, read_torch_file
 from bridge.megatron import open_megatron, plain_args, trim_vocab, write_megatron
 from bridge.megatron.read._dcp import open_dcp
 

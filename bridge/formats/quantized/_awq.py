@@ -18,7 +18,6 @@ from bridge.formats.quantized._weight import Found, Settings
 VERSIONS = ("gemm",)
 _BITS = 4
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each output, in units of four bits
-_PARTS = ("qweight", "qzeros", "scales")
 
 
 def find_awq(source: Source, settings: Settings, dtype: np.dtype) -> Found:
@@ -33,13 +32,9 @@ def find_awq(source: Source, settings: Settings, dtype: np.dtype) -> Found:
       Weights `X.weight`, and error messages by tensor name.
     """
     del settings
-    keys = set(source.keys())
-    weights, wrong = {}, {}
-    for name in packed_modules(source):
-        missing = [part for part in _PARTS if f"{name}.{part}" not in keys]
-        if missing:
-            wrong[name] = f"there is no {', '.join(missing)} of it"
-            continue
+    weights: dict[str, ScaledWeight] = {}
+    names, wrong = packed_modules(source)
+    for name in names:
         try:
             group_size = _group_size(source, name)
         except ValueError as error:

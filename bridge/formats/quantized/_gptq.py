@@ -43,12 +43,9 @@ def find_gptq(source: Source, settings: Settings, dtype: np.dtype) -> Found:
       Weights `X.weight`, and error messages by tensor name.
     """
     keys = set(source.keys())
-    weights, wrong = {}, {}
-    for name in packed_modules(source):
-        missing = [part for part in _PARTS if f"{name}.{part}" not in keys]
-        if missing:
-            wrong[name] = f"there is no {', '.join(missing)} of it"
-            continue
+    weights: dict[str, ScaledWeight] = {}
+    names, wrong = packed_modules(source)
+    for name in names:
         groups = f"{name}.g_idx" if f"{name}.g_idx" in keys else None
         try:
             bits, inputs = _sizes(source, name, groups, settings)
@@ -70,15 +67,28 @@ def find_gptq(source: Source, settings: Settings, dtype: np.dtype) -> Found:
     return Found(weights, wrong)
 
 
-def packed_modules(source: Source) -> list[str]:
-    """Returns the modules that have any tensor of GPTQ or AWQ, without its name."""
-    modules = (
+def packed_modules(source: Source) -> tuple[list[str], dict[str, str]]:
+    """Finds the modules that have tensors of GPTQ or AWQ.
+
+    Args:
+      source: Checkpoint.
+
+    Returns:
+      Names of the modules that have all parts, and error messages of the others.
+    """
+    keys = set(source.keys())
+    modules = dict.fromkeys(
         key.removesuffix(f".{part}")
         for part in (*_PARTS, "g_idx")
         for key in source.keys()
         if key.endswith(f".{part}")
     )
-    return list(dict.fromkeys(modules))
+    wrong = {
+        name: f"there is no {', '.join(missing)} of it"
+        for name in modules
+        if (missing := [part for part in _PARTS if f"{name}.{part}" not in keys])
+    }
+    return [name for name in modules if name not in wrong], wrong
 
 
 def check_shapes(

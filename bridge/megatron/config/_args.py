@@ -68,6 +68,12 @@ def from_args(
     Raises:
       ValueError: If settings are missing or have unsupported values. All settings that
         one check rejects are listed.
+
+    Examples:
+      >>> bridge.save_megatron(path, params, config)
+      >>> args = bridge.megatron.open_megatron(path).args
+      >>> bridge.megatron.from_args(args).hidden_size
+      16
     """
     if pattern := hybrid_pattern(args):
         raise ValueError(

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import TensorSource, read_torch_file
+from bridge.formats._torch_zip import read_torch_file
 from bridge.megatron._names import canonical_tensors
 from bridge.megatron.read._dcp import DcpDirectory, open_dcp
 from bridge.megatron.read._find import find_format, find_iteration
@@ -92,6 +93,12 @@ def open_megatron(path: str | os.PathLike[str]) -> MegatronCheckpoint:
       FileNotFoundError: If `path` does not exist.
       ValueError: If `path` is not a Megatron checkpoint, has an unsupported format
         (zarr), is incomplete or damaged, or contains a pickle that would execute code.
+
+    Examples:
+      >>> bridge.save_megatron(path, params, config)
+      >>> checkpoint = bridge.megatron.open_megatron(path)
+      >>> checkpoint.args["num_layers"], len(checkpoint.source.keys())
+      (2, 15)
     """
     directory = find_iteration(Path(path))
     format_ = find_format(directory)

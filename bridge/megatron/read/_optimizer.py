@@ -8,8 +8,8 @@ from typing import Any
 
 from bridge._report import fold_numbers
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import TensorSource
 from bridge.megatron._names import canonical_tensors
 from bridge.megatron._views import Assembled, Tensor
 from bridge.megatron.read._dp_reshardable import is_bucket_key, read_buckets

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from bridge._local_path import check_local
 from bridge._new_directory import check_free
 from bridge.formats._source import Source
+from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_writer import TorchWriter
-from bridge.formats._torch_zip import TensorSource
 from bridge.megatron._key_mapping import hybrid_pattern
 from bridge.megatron._pipeline import Pipeline
 from bridge.megatron._ranks import ParallelSizes
@@ -99,24 +99,18 @@ def write_megatron(
     sizes = ParallelSizes(tp, pp, ep)
     chosen = _optimizer_format(format, optimizer, optimizer_format, args)
     _check_sizes(format, chosen, (*sizes, vpp))
-    if _is_ranked(format, chosen) and (pattern := hybrid_pattern(args)):
-        raise ValueError(
-            f"hybrid_layer_pattern={pattern!r}: {chosen or format} files are of ranks, "
-            "and layers of a hybrid model are not distributed to ranks here. Write "
-            "torch_dist (fully_reshardable or plain) or fsdp_dtensor."
-        )
+    ranked = _is_ranked(format, chosen)
+    if ranked:
+        _check_not_hybrid(args, chosen or format)
     multiple = (args.get("make_vocab_size_divisible_by") or 128) * tp
     args = with_facts(source, args, sizes, vpp, multiple)
     pipeline = Pipeline(sizes, vpp, args["num_layers"], args["num_experts"] or 0)
     target = Target(args, pipeline, multiple)
-    if _is_ranked(format, chosen):
+    if ranked:
         check_split(source, target)
     state = None
     if optimizer is not None and chosen is not None:
-        ranked = _is_ranked(format, chosen)
-        state = optimizer_state(source, optimizer, args, chosen, ranked=ranked)
-        if chosen in ("dp_reshardable", "distributed"):
-            check_buffers(source, state.kinds, target)
+        state = _checked_state(source, optimizer, target, chosen, ranked=ranked)
     if format == "fsdp_dtensor" and optimizer is not None:
         source = _with_masters(source, optimizer)
     common = common_state(args, iteration, scheduler, chosen)
@@ -136,6 +130,30 @@ def write_megatron(
             return
         _write_common(directory, common, state)
         write_torch_dist(directory, source, slots, target, **options)
+
+
+def _checked_state(
+    source: Source,
+    optimizer: MegatronOptimizer,
+    target: Target,
+    form: OptimizerFormat,
+    *,
+    ranked: bool,
+) -> OptimizerState:
+    """Returns the Adam state, whose buffers fit the target."""
+    state = optimizer_state(source, optimizer, target.args, form, ranked=ranked)
+    if form in ("dp_reshardable", "distributed"):
+        check_buffers(source, state.kinds, target)
+    return state
+
+
+def _check_not_hybrid(args: Mapping[str, Any], form: str) -> None:
+    if pattern := hybrid_pattern(args):
+        raise ValueError(
+            f"hybrid_layer_pattern={pattern!r}: {form} files are of ranks, "
+            "and layers of a hybrid model are not distributed to ranks here. Write "
+            "torch_dist (fully_reshardable or plain) or fsdp_dtensor."
+        )
 
 
 def _optimizer_format(

@@ -4,7 +4,7 @@ from types import MappingProxyType
 
 from bridge._box import Range, whole
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 from bridge.megatron._mixers import FUSED, parts_of
 from bridge.megatron._views import Section, Tensor
 from bridge.megatron._vocab import Keyed

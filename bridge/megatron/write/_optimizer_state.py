@@ -9,7 +9,7 @@ import numpy as np
 
 from bridge._report import format_report
 from bridge.formats._source import Source
-from bridge.formats._torch_zip import TensorSource
+from bridge.formats._tensor_source import TensorSource
 from bridge.megatron._cast import Cast
 from bridge.megatron._key_mapping import in_module
 from bridge.megatron._param_class import ParamClass, class_of_group, class_of_param

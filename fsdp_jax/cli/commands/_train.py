@@ -12,22 +12,11 @@ from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._paths import as_path, is_local
-from fsdp_jax.cli._adam import settings_of_import
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._chain import link_in
-from fsdp_jax.cli._context_parallel import (
-    DOCUMENT_SEQUENCES,
-    SEQUENCES,
-    abstract_pairs,
-    abstract_reward_pairs,
-    abstract_rows,
-    check_rows,
-)
 from fsdp_jax.cli._data_config import options_of_kind, refuse_document_options
 from fsdp_jax.cli._decoder import (
-    computed_in,
     document_loss,
-    plan_decoder,
     training_loss,
 )
 from fsdp_jax.cli._document_data import DocumentData
@@ -36,14 +25,8 @@ from fsdp_jax.cli._errors import check_absent, check_creatable
 from fsdp_jax.cli._held_out import HeldOut, hold_out
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import (
-    Checkpoint,
     Origin,
     files_to_carry,
-    open_any,
-    open_random,
-    open_run,
-    start_state,
-    tokenizer_file,
 )
 from fsdp_jax.cli._options import Devices, Group
 from fsdp_jax.cli._preference_loss import (
@@ -56,24 +39,20 @@ from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._reference_model import add_reference
 from fsdp_jax.cli._replay import ReplayOptions
 from fsdp_jax.cli._reward_model import start_origin
-from fsdp_jax.cli._routing import default_aux_loss_coef
 from fsdp_jax.cli._run_file import options_by_section, write_run_file
 from fsdp_jax.cli._run_marker import (
     Command,
     has_written,
     is_begun,
     mark_begun,
-    newest_good_step,
 )
 from fsdp_jax.cli._run_options import EvalOptions, LogOptions, SaveOptions
 from fsdp_jax.cli._samples import make_samples
-from fsdp_jax.cli._sharding_options import Strategy, check_batch_parts
+from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._step_metadata import make_metadata
 from fsdp_jax.cli._tokens import check_files
 from fsdp_jax.cli._train_config import (
     TrainConfig,
-    config_of,
-    merge_options,
     option_values,
 )
 from fsdp_jax.cli._train_loop import Run, run_steps
@@ -86,6 +65,14 @@ from fsdp_jax.cli._train_options import (
     PrecisionOptions,
     StartOptions,
 )
+from fsdp_jax.cli._train_plan import plan_run
+from fsdp_jax.cli._train_start import (
+    check_ranges,
+    check_steps,
+    open_start,
+    options_at_start,
+    start_state,
+)
 from fsdp_jax.cli._training_data import (
     TrainingData,
     batches_of,
@@ -94,7 +81,6 @@ from fsdp_jax.cli._training_data import (
     name_rows,
     read_data,
 )
-from fsdp_jax.data._batch import check_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,15 +154,16 @@ class Train:
         sizes = with_replicas(self.mesh, fsdp.launch.generation())
         mesh = sizes.make(self.where.pick())  # before jax's backend starts
         self.replay.check_devices(mesh)
-        origin, resumed = _open(self, begun)
+        origin, resumed = open_start(self.start, self.save, begun=begun)
         start = 0 if resumed is None else resumed.step
         if begun and start == self.steps:
             say(f"step {start} is in {self.save} already")
             return
-        _check_steps(self, start)
+        check_steps(self.steps, start, self.save)
         window = _window(self, begun, start)
         stored = {} if resumed is None else resumed.metadata
-        config = _merge_options(self, origin, stored)
+        command = _command(self)
+        config = options_at_start(command.options, origin, stored, self.steps)
         _check_pairs(self, config)
         plan = _make_plan(self, config, origin, mesh)
         data = read_data(self.data, origin, config.data, _share(self))
@@ -194,11 +181,10 @@ class Train:
             make_plan=functools.partial(_make_plan, self, config, origin),
             before=link_in(stored),
         )
-        mark_begun(self.save, _command(self))
+        mark_begun(self.save, command)
         write_run_file(run.save, run.options)
         tx = config.make_optimizer(origin.config)
-        seed = config.data.seed
-        scored = config.data.objective == "reward"
+        seed, scored = config.data.seed, config.data.objective == "reward"
         started = start_origin(origin, scored=scored, mesh=mesh, seed=seed)
         make_state = functools.partial(
             start_state, started, resumed, plan, tx, run.loss_scale, seed
@@ -230,49 +216,17 @@ def _check_pairs(train: Train, config: TrainConfig) -> None:
 def _make_plan(
     train: Train, config: TrainConfig, origin: Origin, mesh: Mesh
 ) -> fsdp.Plan:
-    """Plans the model, and checks that batches and routing fit it."""
-    seq, documents = config.data.seq, has_records(train.data[0])
-    check_rows(seq, train.mesh.tp, train.mesh.cp)
-    config.routing.check(origin.config)
-    plan = plan_decoder(
-        origin.config,
+    plan = plan_run(
+        config,
+        origin,
         mesh,
-        train.strategy.applied(_sharding(train, config, origin), mesh),
-        config.routing,
-        prefetch=train.strategy.prefetch,
-        unroll=train.strategy.unroll,
-        cp_form=train.strategy.cp_algorithm,
-        attention=train.strategy.attention,
-        products=config.precision.products,
-        expert_products=config.precision.expert_products,
-        num_layers_at_start_in_bf16=config.precision.num_layers_at_start_in_bf16,
-        num_layers_at_end_in_bf16=config.precision.num_layers_at_end_in_bf16,
-        batch_parts=train.strategy.batch_parts,
-        sequences=DOCUMENT_SEQUENCES if documents else SEQUENCES,
-        scored=config.data.objective == "reward",
+        strategy=train.strategy,
+        offload=train.precision.offload,
+        documents=has_records(train.data[0]),
     )
-    if config.data.objective == "dpo":
-        rows = abstract_pairs(config.data.batch, seq)
-    elif config.data.objective == "reward":
-        rows = abstract_reward_pairs(config.data.batch, seq)
-    else:
-        rows = abstract_rows(config.data.batch, seq, train.mesh.cp, documents=documents)
-    microbatches = num_microbatches(config, mesh, fsdp.launch.generation())
-    check_batch(plan, rows, microbatches)
-    parts = train.strategy.batch_parts
-    check_batch_parts(parts, config.data.batch, microbatches, mesh)
     if train.optimizer.no_decay is not None and config.adapter is None:
         config.optimizer.check_no_decay([param.name for param in plan.param_plans])
     return plan
-
-
-def _sharding(train: Train, config: TrainConfig, origin: Origin) -> fsdp.FSDPConfig:
-    param_dtype = config.precision.param_dtype
-    if config.adapter is None:
-        sharding = computed_in(param_dtype)
-    else:
-        sharding = config.adapter.sharding(origin.config, param_dtype)
-    return config.precision.sharding(sharding, train.precision.offload)
 
 
 def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
@@ -326,7 +280,8 @@ def _check(train: Train) -> bool:
     train.logs.check()
     train.profiling.check()
     train.replay.check()
-    _check_ranges(train)
+    if train.start.resume is None:  # which needs what it was saved with
+        check_ranges(_command(train).options, train.steps)
     check_creatable(train.save, "--save")
     begun = is_begun(train.save, _command(train), in_place=_is_in_place(train))
     metrics = train.logs.metrics
@@ -334,16 +289,6 @@ def _check(train: Train) -> bool:
         if not (_is_in_place(train) and has_written(train.save, metrics)):
             check_absent(metrics, "--metrics")
     return begun
-
-
-def _check_ranges(train: Train) -> None:
-    """Checks the ranges of new runs; a resumed run needs what it was saved with."""
-    if train.start.resume is None:
-        defaults = {"tokenizer": "bytes", "lr_steps": None}
-        typed = _command(train).options
-        if typed.get("lr_schedule", "constant") != "constant":
-            defaults["lr_steps"] = train.steps
-        config_of({**defaults, **typed})
 
 
 def _hold_out(train: Train, origin: Origin, config: TrainConfig) -> HeldOut | None:
@@ -385,51 +330,9 @@ def _load_callback(train: Train) -> Callback | None:
     return None if callback is None else load_callback(callback)
 
 
-def _open(train: Train, begun: bool) -> tuple[Origin, Checkpoint | None]:
-    """Returns the model, and the step to resume from, unless the run is new."""
-    start = train.start
-    if begun and (newest := newest_good_step(train.save)) is not None:
-        resumed = open_run(train.save, newest)
-        return resumed, resumed
-    if start.resume is not None:
-        resumed = open_run(start.resume, start.resume_step)
-        return resumed, resumed
-    if start.config is not None:
-        return open_random(start.config, start.ignore_field), None
-    assert start.hf is not None
-    return open_any(start.hf, ignore_fields=start.ignore_field), None
-
-
 def _window(train: Train, begun: bool, start: int) -> Window | None:
     """Returns the steps to trace; None if there are none, or all are traced."""
     first = train.profiling.profile_from
     if begun and first is not None and first <= start:
         return None
     return train.profiling.window(start, train.steps)
-
-
-def _check_steps(train: Train, start: int) -> None:
-    if train.steps <= start:
-        raise ValueError(
-            f"--steps {train.steps} is the step to train to, and the run starts from "
-            f"step {start}. Use more than {start}."
-        )
-    newest = fsdp.latest_step(train.save)
-    if newest is not None and newest > start:
-        raise ValueError(
-            f"--save '{train.save}' holds step {newest} already, and this run starts "
-            f"from step {start}: two runs would mix. Save to another directory."
-        )
-
-
-def _merge_options(train: Train, origin: Origin, stored: dict[str, Any]) -> TrainConfig:
-    defaults = {
-        "tokenizer": "bytes" if tokenizer_file(origin) is None else "model",
-        "aux_loss_coef": default_aux_loss_coef(origin.config),
-    }
-    typed = _command(train).options
-    if typed.get("lr_schedule", "constant") != "constant":
-        defaults["lr_steps"] = train.steps
-    if "optimizer" in stored and "train" not in stored:
-        defaults |= settings_of_import(stored, typed)
-    return merge_options(typed, stored.get("train", {}), defaults)

@@ -1,0 +1,127 @@
+"""Sizes of the dims that rules name, by a model's config."""
+
+from bridge.models import DecoderConfig
+
+Sizes = dict[str, int | range]
+"""Name of a dim -> its size; of one that counts the layers of a stack, the layers."""
+
+
+def sizes_of(config: DecoderConfig) -> Sizes:
+    """Returns the size of each dim that rules name, and each stack's layers.
+
+    Args:
+      config: Config of the decoder.
+    """
+    sizes: Sizes = {
+        "one": 1,
+        "two": 2,
+        "three": 3,
+        "vocab": config.vocab_size,
+        "positions": config.max_position_embeddings + config.position_offset,
+        "embed": config.hidden_size,
+        "embed_out": config.hidden_size,
+        "mlp": config.intermediate_size,
+        "heads": config.num_attention_heads,
+        "head": config.num_attention_heads,
+        "kv_head": config.num_key_value_heads,
+        "kv_heads": config.num_key_value_heads,
+        "queries_of_key": config.num_attention_heads // config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "v_head_dim": config.v_head_dim,
+    }
+    sizes |= _attention_sizes(config) | _mixer_sizes(config)
+    sizes |= _expert_sizes(config) | _stream_sizes(config)
+    for number, stack in enumerate(config.layer_stacks):
+        sizes[capture(number)] = stack.layers
+    return sizes
+
+
+def capture(number: int) -> str:
+    """Name of the dim that counts the layers of a stack."""
+    return f"layer_{number}"
+
+
+def _attention_sizes(config: DecoderConfig) -> Sizes:
+    """Returns the sizes of the dims of other attention than that of heads alike."""
+    sizes: Sizes = {}
+    if (mla := config.mla) is not None:
+        sizes |= {
+            "q_rank": mla.q_lora_rank or 0,
+            "kv_rank": mla.kv_lora_rank,
+            "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
+        }
+    if (full := config.full_attention) is not None:
+        sizes |= {
+            "full_head_dim": full.head_dim,
+            "full_kv_heads": full.num_key_value_heads,
+        }
+    if (sharing := config.kv_sharing) is not None:
+        sizes["reusing_mlp"] = sharing.intermediate_size
+    if (indexer := config.indexer) is not None:
+        sizes |= {"index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
+    return sizes
+
+
+def _expert_sizes(config: DecoderConfig) -> Sizes:
+    """Returns the sizes of the dims of experts."""
+    if (moe := config.moe) is None:
+        return {}
+    return {
+        "expert": moe.num_experts,
+        "experts": moe.num_experts,
+        "expert_mlp": moe.intermediate_size,
+        "expert_embed": moe.latent_size or config.hidden_size,
+        "shared_mlp": moe.shared_intermediate_size or 0,
+    }
+
+
+def _stream_sizes(config: DecoderConfig) -> Sizes:
+    """Returns the sizes of the dims of what is beside or added to the stream."""
+    sizes: Sizes = {}
+    if (inputs := config.per_layer_input) is not None:
+        sizes |= {
+            "layer_input": inputs.size,
+            "layer_inputs": inputs.size * config.num_hidden_layers,
+            "layer_input_vocab": inputs.vocab_size,
+        }
+    if (altup := config.altup) is not None:
+        count = altup.num_streams
+        sizes |= dict.fromkeys(("streams", "streams_in", "streams_out"), count)
+        sizes["other_stream"] = count - 1
+    if config.laurel_rank is not None:
+        sizes["laurel_rank"] = config.laurel_rank
+    return sizes
+
+
+def _mixer_sizes(config: DecoderConfig) -> Sizes:
+    """Returns the sizes of the dims of mixers other than attention."""
+    sizes: Sizes = {}
+    if (conv := config.short_conv) is not None:
+        sizes["conv_kernel"] = conv.kernel_size
+    if (delta := config.delta_net) is not None:
+        sizes |= {
+            "conv_kernel": delta.kernel_size,
+            "key_heads": delta.num_key_heads,
+            "value_heads": delta.num_value_heads,
+            "values_of_key": delta.num_value_heads // delta.num_key_heads,
+            "key_dim": delta.key_head_dim,
+            "value_dim": delta.value_head_dim,
+        }
+    if (mamba := config.mamba) is not None:
+        sizes |= {
+            "conv_kernel": mamba.kernel_size,
+            "mamba_heads": mamba.num_heads,
+            "mamba_dim": mamba.head_dim,
+            "mamba_groups": mamba.num_groups,
+            "mamba_state": mamba.state_size,
+            "group_width": mamba.num_heads // mamba.num_groups * mamba.head_dim,
+        }
+    if (mamba1 := config.mamba1) is not None:
+        sizes |= {
+            "conv_kernel": mamba1.kernel_size,
+            "channels": mamba1.num_channels,
+            "channel_state": mamba1.state_size,
+            "step_rank": mamba1.time_step_rank,
+        }
+    return sizes

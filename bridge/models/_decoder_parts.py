@@ -1,0 +1,126 @@
+"""Parts of a decoder and of its layers, made by the config and a layer's kind."""
+
+from functools import partial
+
+from flax import nnx
+from jaxtyping import DTypeLike
+
+from bridge.models._attention import Attention
+from bridge.models._config import DecoderConfig
+from bridge.models._constrain import Constrain
+from bridge.models._delta_net import DeltaNet
+from bridge.models._indexed_attention import IndexedAttention
+from bridge.models._layer_kinds import LayerKind
+from bridge.models._linear import Linear
+from bridge.models._mamba import Mamba
+from bridge.models._mamba1 import Mamba1
+from bridge.models._mlp import MLP
+from bridge.models._moe import Dispatch, MoE
+from bridge.models._norm import Norm
+from bridge.models._self_attention import LatentAttention, SelfAttention
+from bridge.models._shared_attention import SharedAttention
+from bridge.models._short_conv import ShortConv
+
+RECURRENT_MIXERS = {
+    "short_conv": ShortConv,
+    "delta_net": DeltaNet,
+    "mamba": Mamba,
+    "mamba1": Mamba1,
+}
+"""Mixers with a state, by the attribute of a layer that holds each."""
+
+
+def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
+    """Returns a norm for the residual stream."""
+    return Norm(
+        (config.hidden_size,),
+        config.norm,
+        config.norm_eps,
+        scale=config.norm_scale,
+        bias=config.norm_bias,
+        narrow=config.residual_in_fp32,
+        param_dtype=param_dtype,
+    )
+
+
+def make_head(config: DecoderConfig, rngs: nnx.Rngs, param_dtype: DTypeLike) -> Linear:
+    """Returns the output projection of a decoder without tied embeddings."""
+    return Linear(
+        (config.hidden_size,),
+        (config.vocab_size,),
+        bias=config.head_bias,
+        std=config.initializer_range,
+        rngs=rngs,
+        param_dtype=param_dtype,
+    )
+
+
+def make_attention(
+    config: DecoderConfig,
+    kind: LayerKind,
+    rngs: nnx.Rngs,
+    param_dtype: DTypeLike,
+    attention: Attention,
+    constrain: Constrain,
+) -> SelfAttention:
+    """Returns the attention of a layer, of the class that its config asks for.
+
+    Args:
+      config: Config of the decoder.
+      kind: Kind of the layer, which attends.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+      attention: Attention function, with the signature of `dot_product_attention`.
+      constrain: Sharding constraint of activations.
+    """
+    make, full = LatentAttention if config.mla else SelfAttention, config.full_attention
+    if config.indexer is not None:
+        make = partial(IndexedAttention, indexes=kind.indexes)
+    elif full is not None and kind.is_full:
+        make = partial(SelfAttention, shared_key_value=full.shared_key_value)
+    if config.kv_sharing is not None:
+        same = full is not None and kind.is_full and full.shared_key_value
+        make = partial(SharedAttention, reuses=kind.reuses, shared_key_value=same)
+    return make(
+        config.of_kind(kind),
+        window=_shared_window(config),
+        rngs=rngs,
+        param_dtype=param_dtype,
+        attention=attention,
+        constrain=constrain,
+    )
+
+
+def make_channels(
+    config: DecoderConfig,
+    kind: LayerKind,
+    rngs: nnx.Rngs,
+    param_dtype: DTypeLike,
+    dispatch: Dispatch,
+) -> MLP | MoE | None:
+    """Returns the MLP or the experts of a layer; None if its kind has neither.
+
+    Args:
+      config: Config of the decoder.
+      kind: Kind of the layer.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+      dispatch: Function that runs experts, with the signature of `sorted_dispatch`.
+    """
+    if kind.channels is None:
+        return None
+    if kind.channels == "sparse":
+        return MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
+    return MLP(
+        config,
+        config.mlp_width(kind),
+        bias=config.mlp_bias,
+        sparsity=config.gate_sparsity if kind.cuts_gate else None,
+        rngs=rngs,
+        param_dtype=param_dtype,
+    )
+
+
+def _shared_window(config: DecoderConfig) -> int | None:
+    windows = set(config.windows)
+    return windows.pop() if len(windows) == 1 else None
