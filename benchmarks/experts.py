@@ -19,7 +19,7 @@ import result
 
 import bridge.models._moe as moe
 import fsdp_jax as fsdp
-from bridge.models import DecoderConfig, MoEConfig, RopeConfig, grouped_matmul
+from bridge.models import DecoderConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner._compile import gpu_devices
@@ -46,13 +46,13 @@ def olmoe(layers: int) -> DecoderConfig:
     )
 
 
-def by_ragged_dot(x, kernel, group_sizes, *, expected_rows=None):
-    """What `grouped_matmul` stands for."""
-    del expected_rows
+def by_ragged_dot(multiply, x, kernel, group_sizes, expected_rows):
+    """What `grouped_matmul` stands for, in the place of a layer's grouped product."""
+    del multiply, expected_rows
     return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
 
 
-PRODUCTS = {"ragged_dot": by_ragged_dot, "grouped_matmul": grouped_matmul}
+PRODUCTS = {"ragged_dot": by_ragged_dot, "grouped_matmul": moe._product}
 
 
 def compiled(layers: int, capacity_factor: float | None):
@@ -83,7 +83,7 @@ def main():
     rows = []
     for dispatch, factor in CAPACITY.items():
         for product, function in PRODUCTS.items():
-            moe.grouped_matmul = function
+            moe._product = function
             found = compiled(args.layers, factor)
             rows.append(
                 {

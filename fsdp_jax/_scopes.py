@@ -57,6 +57,9 @@ SHIFT_TOKENS = "shift_tokens"
 SEQUENCE_PARALLEL = "sequence_parallel"
 """Scope of the collectives of activations over `tp`."""
 
+EXPERT_DISPATCH = "expert_dispatch"
+"""Scope of the tokens that are sent to experts of other ranks, and of their results."""
+
 CONTEXT_PARALLEL = (
     RING_ATTENTION,
     ALL_GATHER_ATTENTION,

@@ -47,8 +47,7 @@ def kept(
         if planned.param.ndim_in_unit > 1
     ]
     pieces = {
-        canonical(dims_of(plan, param, param.placements.parameter, sliced=False))
-        for param in plan.param_plans
+        canonical(dims) for param in plan.param_plans for dims in _stored(plan, param)
     }
     yield from _stacks(program, arrays, gathers, num_microbatches, pieces)
     if not program.is_cpu:  # XLA:CPU merges equal gathers outside of loops.
@@ -64,16 +63,21 @@ def _stacks(
 ) -> Iterator[Difference]:
     """Yields unsharded stacks that a loop carries and that are gathered only once.
 
-    Stacks with the dims of a parameter's shard (`pieces`) are skipped: loops carry
-    those by design.
+    Layers with several values of `static` run in one loop for each run of equal ones,
+    so a stack may be of fewer layers. Stacks with the dims of a parameter's shard
+    (`pieces`) are skipped: loops carry those by design.
     """
     carried = [shape for one in loops(program) for shape in one.shapes]
     for planned in gathers:
-        dims = (*planned.param.shape[: planned.param.num_stacked], *planned.received)
-        found = [x for x in carried if canonical(x.dims) == canonical(dims)]
-        if not planned.param.num_stacked or not found or canonical(dims) in pieces:
+        stacks = _stacks_of(planned)
+        sizes = {canonical(dims): num_layers for num_layers, dims in stacks.items()}
+        found = [x for x in carried if canonical(x.dims) in sizes.keys() - pieces]
+        if not found:
             continue
-        buffer = next((x for x in found if x.dims == dims), found[0])
+        buffer = next((x for x in found if x.dims in stacks.values()), found[0])
+        num_layers = sizes[canonical(buffer.dims)]
+        are_all = num_layers == planned.param.shape[0]
+        whose = "all layers'" if are_all else f"{num_layers} layers'"
         alike = {x.param for x in gathers if key_of(x) == key_of(planned)}
         once = sum(math.prod(param.shape[: param.num_stacked]) for param in alike)
         times = sum(one.times for one in arrays if key_of(one) == key_of(planned))
@@ -83,10 +87,27 @@ def _stacks(
             yield Difference(
                 named([planned.param]),
                 PLAN,
-                f"carries {array(buffer.dtype, buffer.dims)} through a loop, all "
-                f"layers' unsharded weights, and gathers {times} times a step",
+                f"carries {array(buffer.dtype, buffer.dims)} through a loop, {whose} "
+                f"unsharded weights, and gathers {times} times a step",
                 FIX,
             )
+
+
+def _stored(plan: Plan, param: ParamPlan) -> list[Dims]:
+    """Returns the dims of a shard, and those of stacks of fewer layers of it."""
+    dims = dims_of(plan, param, param.placements.parameter, sliced=False)
+    if not param.num_stacked:
+        return [dims]
+    return [(n, *dims[1:]) for n in range(1, dims[0] + 1)]
+
+
+def _stacks_of(planned: ExpectedCollective) -> dict[int, Dims]:
+    """Returns the dims of unsharded stacks by their number of layers, most first."""
+    param = planned.param
+    if not param.num_stacked:
+        return {}
+    inner = (*param.shape[1 : param.num_stacked], *planned.received)
+    return {n: (n, *inner) for n in range(param.shape[0], 1, -1)}
 
 
 def _singles(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from fsdp_jax._scopes import GATHER_FOR_STEP, is_in, units_in
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._host_memory import entered, resident, update_bytes
-from fsdp_jax.planner.liveness._lifetimes import Lifetimes, lifetimes
+from fsdp_jax.planner._transposed_copies import transposed_bytes
+from fsdp_jax.planner.liveness._lifetimes import LOOPS, Lifetimes, lifetimes
 from fsdp_jax.planner.liveness._operations import Operation, Program, Value
 from fsdp_jax.planner.liveness._overlapped_order import overlapped
 from fsdp_jax.planner.liveness._schedule_order import as_run
@@ -41,7 +42,7 @@ class Memory:
       optimizer: Stored optimizer state, without that on the host.
       gradients: Reduced and accumulated gradients, and a unit's unreduced ones.
       gathered: Unsharded weights, and the shards made once per step to be gathered
-        from: quantized ones, and those of weights stored on the host.
+        from: quantized ones, those of weights stored on the host, and transposed ones.
       saved: Activations saved for backward.
       activations: Activations of the running unit.
       logits: Values computed outside of all stacks of units: the head and the loss.
@@ -97,6 +98,7 @@ def predict_memory(
     peak = _Walk(plan, grads).peak(program, set(program.inputs) - made, made=made)
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
+    found["gathered"] += transposed_bytes(plan)
     if on_host := update_bytes(plan, whole):
         grown = sum(value.bytes for value in program.outputs if value and value.shape)
         found["other"] += max(0, grown + on_host - sum(found.values()))
@@ -141,7 +143,11 @@ class _Walk:
             for param in plan.param_plans
             for dtype in (param.precision.grad_comm, param.precision.param)
         }
-        self.weights = {tuple(sorted(shape)) for shape, _ in self.unsharded}
+        self.weights = {
+            tuple(sorted(merged))
+            for shape, _ in self.unsharded
+            for merged in (shape, *_with_two_dims_merged(shape))
+        }
         self.stacked = {param.unit for param in plan.param_plans if param.num_stacked}
 
     def peak(
@@ -163,13 +169,15 @@ class _Walk:
           made: Inputs that live for this program only, until they are last read.
         """
         program = overlapped(program)
-        found = lifetimes(program, kept, generated)
+        found = lifetimes(program, kept, generated, is_body=bool(inside))
+        makers = {value: one for one in program.operations for value in one.outputs}
         best: Sizes = {}
         live: dict[Value, str] = dict.fromkeys(made, "gathered")
         for at, operation in enumerate(program.operations):
             for value in found.made_at[at]:
                 if value not in live:
-                    live[value] = self._kind(operation, value, found, inside)
+                    maker = makers.get(value, operation)
+                    live[value] = self._kind(maker, value, found, inside)
             extra: Sizes = {}
             for within in operation.bodies:
                 body = as_run(within, operation, self.weights)
@@ -207,13 +215,22 @@ def _inputs(
     operation: Operation, body: Program, found: Lifetimes
 ) -> tuple[Set[Value], Set[Value]]:
     """Returns a loop body's unchanged inputs, and those generated per iteration."""
-    # Only a scan may overwrite its inputs, those of its carry.
-    if operation.name != "scan":
+    # Only a loop may overwrite its inputs, those of its carry.
+    if operation.name not in LOOPS:
         return set(body.inputs), set()
-    begin, end = operation.carry
-    outer = zip(body.inputs[:begin], operation.inputs[:begin], strict=True)
+    # The condition of a while loop has inputs of its own, before those of the body.
+    is_while = operation.name == "while"
+    own = len(operation.inputs) - len(body.inputs) if is_while else 0
+    begin, end = (at - own for at in operation.carry)
+    outer = zip(body.inputs[:begin], operation.inputs[own:][:begin], strict=True)
     made = {inner for inner, read in outer if read in found.generated}
     return {*body.inputs[:begin], *body.inputs[end:]} - made, made
+
+
+def _with_two_dims_merged(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields the shapes in which a product of two of a weight's dims is one dim."""
+    for at in range(len(shape) - 1):
+        yield (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
 
 
 def _sum_by_kind(live: Mapping[Value, str], extra: Sizes) -> Sizes:

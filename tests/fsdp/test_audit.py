@@ -182,6 +182,22 @@ def test_a_stack_of_weights_kept_for_backward_is_named(keeping, compiles):
     assert "reshard_after_forward" in up
 
 
+def static_layer(w, x, *, static):
+    del static  # Layers with one value run in a loop of their own.
+    return layer(w, x)
+
+
+@pytest.mark.parametrize("static", [(0, 1, 1), (0, 0, 1)])
+def test_stacks_of_fewer_layers_kept_for_backward_are_named(static):
+    loss = loss_of(static_layer, static=static, prefetch=0)
+    fsdp.audit_step(plan_of(), lowered(plan_of(), loss))
+    keeping = lowered(plan_of(reshard_after_forward=False), loss)
+    found = differences(plan_of(), keeping)
+    assert len(found) == 2  # The matrices.
+    (up,) = [line for line in found if "'layers.up'" in line]
+    assert "f32[2,32,64] through a loop, 2 layers' unsharded weights" in up
+
+
 def test_weights_of_a_list_of_layers_kept_for_backward_are_named(unrolled):
     found = differences(unrolled[True][0], unrolled[False][1])
     for unit in ("layers.0", "layers.1"):

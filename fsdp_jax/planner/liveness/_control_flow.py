@@ -78,11 +78,19 @@ def _jaxprs(eqn: Any) -> Sequence[core.Jaxpr]:
     if eqn.primitive.name == "while":
         return [eqn.params["body_jaxpr"].jaxpr]
     if eqn.primitive.name == "cond":
-        branches = [branch.jaxpr for branch in eqn.params["branches"]]
-        if platforms := eqn.params.get("branches_platforms"):
-            return [branches[_of_cuda(platforms)]]
-        return branches
+        return [branch.jaxpr for branch in eqn.params["branches"]]
     return []
+
+
+def branch_for_gpus(eqn: Any) -> core.Jaxpr | None:
+    """Returns the branch of a `lax.platform_dependent` that is compiled for GPUs.
+
+    None if the equation is something else. XLA is given this branch alone, so what it
+    computes is part of the program around it.
+    """
+    if not (platforms := eqn.params.get("branches_platforms")):
+        return None
+    return eqn.params["branches"][_of_cuda(platforms)].jaxpr
 
 
 def _of_cuda(platforms: Sequence[Sequence[str] | None]) -> int:

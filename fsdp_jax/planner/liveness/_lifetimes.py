@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Value
+from fsdp_jax.planner.liveness._ragged_products import EXPAND
 from fsdp_jax.step._batch_sum import SUM_OVER_BATCH
 from fsdp_jax.step._grad_mark import GRADIENT
 
@@ -49,6 +50,7 @@ UPDATES = {
 
 KERNELS = UPDATES | {
     MOVE,
+    EXPAND,
     "dot_general",
     "conv_general_dilated",
     "ragged_dot",
@@ -96,6 +98,9 @@ results are in memory."""
 REDUCES = {"reduce_scatter", "psum_scatter", "all_to_all"}
 """Collectives whose operands are unsharded gradients."""
 
+LOOPS = {"scan", "while"}
+"""Primitives whose results share the memory of the carry that they begin with."""
+
 SMALL = 1024
 """Bytes below which a value is ignored: counters, constants, statistics."""
 
@@ -123,7 +128,11 @@ class Lifetimes:
 
 
 def lifetimes(
-    program: Program, kept: Set[Value], generated: Set[Value] = frozenset()
+    program: Program,
+    kept: Set[Value],
+    generated: Set[Value] = frozenset(),
+    *,
+    is_body: bool = False,
 ) -> Lifetimes:
     """Returns the operations at which each value in memory is made and dies.
 
@@ -131,12 +140,16 @@ def lifetimes(
       program: Program to analyse.
       kept: Inputs that are read again later, so that they cannot be overwritten.
       generated: Inputs that are not in memory, since they are made where they are used.
+      is_body: Whether it is the body of a loop, at whose beginning XLA makes the zeros
+        that operations within it overwrite.
     """
     generated = _generated(program, generated)
     homes = _homes(program, kept)
     written = _written(program, homes, generated, kept)
     last = _last_reads(program, homes, written)
     made = _made(program, homes, written, generated)
+    if is_body:
+        made |= dict.fromkeys(_overwritten(program) & generated & made.keys(), 0)
     made_at: list[list[Value]] = [[] for _ in program.operations]
     dead_after: list[list[Value]] = [[] for _ in program.operations]
     for value in program.inputs:
@@ -198,7 +211,11 @@ def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
     elif operation.name in UPDATES:
         if (target := operation.inputs[0]) is not None:
             yield operation.outputs[0], target
-    elif operation.name == "scan":
+    elif operation.name == "ragged_all_to_all":
+        # The rows that are received are written into the second operand.
+        if (target := operation.inputs[1]) is not None:
+            yield operation.outputs[0], target
+    elif operation.name in LOOPS:
         begin, end = operation.carry
         pairs = zip(operation.outputs, operation.inputs[begin:end], strict=False)
         yield from (
@@ -206,6 +223,16 @@ def _in_place(operation: Operation) -> Iterator[tuple[Value, Value]]:
         )
     elif operation.name == "cond":
         yield from _passed_on(operation)
+
+
+def _overwritten(program: Program) -> Set[Value]:
+    """Returns the values that loops and exchanges of rows overwrite."""
+    return {
+        read
+        for operation in program.operations
+        if operation.name in LOOPS | {"ragged_all_to_all"}
+        for _, read in _in_place(operation)
+    }
 
 
 def _passed_on(operation: Operation) -> Iterator[tuple[Value, Value]]:

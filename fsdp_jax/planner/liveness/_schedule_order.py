@@ -1,42 +1,61 @@
-"""XLA's order of operations in loop bodies with communication over `tp`."""
+"""XLA's order of operations in loop bodies that communicate tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Set
 
+from fsdp_jax._scopes import EXPERT_DISPATCH, is_in
 from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Value
+
+PRODUCTS = {"dot_general", "ragged_dot_general", "while", "scan"}
+"""Primitives of products, with the loops over blocks of rows of grouped ones."""
+
+
+def _is_exchange(operation: Operation) -> bool:
+    """Returns whether an operation sends tokens to experts of other ranks, or back."""
+    is_sent = operation.name in ("all_to_all", "ragged_all_to_all")
+    return is_sent and is_in(operation.scopes, EXPERT_DISPATCH)
 
 
 def as_run(body: Program, loop: Operation, weights: Set[tuple[int, ...]]) -> Program:
-    """Moves weight gradients behind the operations that do not need them.
+    """Moves weight gradients behind operations that do not need them.
 
     The next operation of a layer cannot run while its tokens are communicated over
-    `tp`. XLA's scheduler delays the products of weight gradients to overlap with that,
-    in an unrolled loop those of one layer into the next. What they read, the tokens of
-    all ranks, stays in memory.
+    `tp`, or sent to experts of other ranks. XLA's scheduler delays the products of
+    weight gradients to overlap with that, in an unrolled loop those of one layer into
+    the next. What they read, the tokens of all ranks, stays in memory.
+
+    | tokens are communicated | weight gradients run |
+    |---|---|
+    | over `tp`, around each product | after all else |
+    | to experts, a few times a layer | after the next exchange of tokens |
 
     Args:
-      body: Loop body; returned unchanged if it communicates nothing over `tp`.
+      body: Loop body; returned unchanged if it communicates no tokens.
       loop: Operation of the loop.
       weights: Sorted dims of weights; sorted since products transpose some weights.
     """
-    if not any(operation.name == MOVE for operation in body.operations):
+    over_tp = any(operation.name == MOVE for operation in body.operations)
+    if not over_tp and not any(map(_is_exchange, body.operations)):
         return body
     if loop.params.get("unroll", 1) > 1:
         body = _twice(body, loop.carry)
     after_gradients: set[Value] = set()
-    first, last = [], []
+    found, late = [], []
     for operation in body.operations:
-        is_gradient = operation.name == "dot_general" and (
-            tuple(sorted(operation.outputs[0].shape)) in weights
+        is_gradient = operation.name in PRODUCTS and any(
+            tuple(sorted(made.shape)) in weights for made in operation.outputs
         )
         if is_gradient or after_gradients.intersection(operation.inputs):
             after_gradients.update(operation.outputs)
-            last.append(operation)
-        else:
-            first.append(operation)
-    return dataclasses.replace(body, operations=(*first, *last))
+            late.append(operation)
+            continue
+        found.append(operation)
+        if _is_exchange(operation) and not over_tp:
+            found += late
+            after_gradients, late = set(), []
+    return dataclasses.replace(body, operations=(*found, *late))
 
 
 def _twice(body: Program, carry: tuple[int, int]) -> Program:

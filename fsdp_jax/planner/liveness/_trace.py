@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from fsdp_jax.planner.liveness._control_flow import bodies_of
+from fsdp_jax.planner.liveness._control_flow import bodies_of, branch_for_gpus
 from fsdp_jax.planner.liveness._operations import MOVE, SLICE, Operation, Program, Value
+from fsdp_jax.planner.liveness._ragged_products import with_dense_forms
 from fsdp_jax.planner.liveness._slice_pushdown import made_in_parts
 from fsdp_jax.planner.liveness._tp_propagation import (
     AXIS,
@@ -163,6 +164,7 @@ def _flatten(
     given = zip(jaxpr.outvars, made, strict=True)
     outputs = tuple(frame.moved(v, dim) for v, dim in given)
     operations = made_in_parts(_alive(frame.operations, outputs), outputs)
+    operations = with_dense_forms(operations)
     return Program(tuple(inputs), outputs, tuple(operations)), made
 
 
@@ -170,7 +172,9 @@ def _inline(jaxpr: core.Jaxpr, frame: _Frame) -> None:
     for eqn in jaxpr.eqns:
         scopes = f"{frame.scopes}/{eqn.source_info.name_stack}"
         here = dataclasses.replace(frame, scopes=scopes)
-        if eqn.primitive.name in INLINED and (inner := _called(eqn)) is not None:
+        if (branch := branch_for_gpus(eqn)) is not None:
+            _call_branch(eqn, branch, here)
+        elif eqn.primitive.name in INLINED and (inner := _called(eqn)) is not None:
             _call(eqn, inner, here)
         else:
             _record(eqn, here)
@@ -194,6 +198,18 @@ def _call(eqn: Any, inner: core.Jaxpr, frame: _Frame) -> None:
         value, dim = own.read(out)
         if is_manual:
             dim = dim_of(eqn.params["out_specs"][at])
+        frame.env[v] = _Placed(value or _value(v, dim, frame.ranks), dim)
+
+
+def _call_branch(eqn: Any, branch: core.Jaxpr, frame: _Frame) -> None:
+    """Inlines the branch that XLA compiles; its first operand is the platform."""
+    own = dataclasses.replace(frame, env={})
+    for v, outer in zip(branch.invars, eqn.invars[1:], strict=True):
+        value, dim = frame.read(outer)
+        own.env[v] = _Placed(value or _value(v, dim, frame.ranks), dim)
+    _inline(branch, own)
+    for v, out in zip(eqn.outvars, branch.outvars, strict=True):
+        value, dim = own.read(out)
         frame.env[v] = _Placed(value or _value(v, dim, frame.ranks), dim)
 
 
