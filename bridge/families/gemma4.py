@@ -113,13 +113,16 @@ def _of_each(
 ) -> tuple[int, int | None]:
     """Returns what files of transformers 5 say of each full layer: all the same."""
     types = _read_types(fields)["layer_types"]
-    full = {str(layer) for layer, kind in enumerate(types) if kind == FULL}
+    full = [layer for layer, kind in enumerate(types) if kind == FULL]
     sizes = {tuple(sorted(each.items())) for each in given.values()}
     known = {"head_dim", "num_key_value_heads"}
-    if set(map(str, given)) != full or len(sizes) != 1 or set(dict(*sizes)) - known:
+    # Files pad the layers' numbers with zeros to one width: "05" beside "11".
+    layers = sorted(int(layer) for layer in given if str(layer).isdecimal())
+    named = len(layers) == len(given) and layers == full
+    if not named or len(sizes) != 1 or set(dict(*sizes)) - known:
         raise ValueError(
             f"per_layer_config = {given!r}: the same head_dim and num_key_value_heads "
-            f"for each of the full layers {', '.join(sorted(full, key=int))}"
+            f"for each of the full layers {', '.join(map(str, full))}"
         )
     each = dict(*sizes)
     return each.get("head_dim", fields["head_dim"]), each.get("num_key_value_heads")

@@ -59,12 +59,9 @@ def family_names(
       ValueError: If two tensors have the same name in the family.
     """
     keys, expected = source.keys(), mapping.by_source()
-    names = {key: key for key in keys}
-    head, table = head_of(config), table_of(mapping)
-    if root := _root(expected, table):
-        names = _with_root(keys, expected, root, head, multimodal)
+    names = names_in_family(keys, mapping, config, multimodal=multimodal)
     if config.tie_word_embeddings:
-        _name_embedding(names, head, table)
+        _name_embedding(names, head_of(config), table_of(mapping))
     _check_unique(source, names)
     zero = [
         key
@@ -75,7 +72,29 @@ def family_names(
     others = tuple(key for key in keys if key not in names)
     if not zero and not others and all(name == key for name, key in kept.items()):
         return FamilyNames(source)
-    return FamilyNames(_renamed(source, kept), others, tuple(zero))
+    return FamilyNames(renamed(source, kept), others, tuple(zero))
+
+
+def names_in_family(
+    keys: Iterable[str],
+    mapping: WeightMapping,
+    config: DecoderConfig,
+    *,
+    multimodal: bool = False,
+) -> dict[str, str]:
+    """Returns the family's name of each published name.
+
+    Args:
+      keys: Published names of tensors, all of a model or some.
+      mapping: Rules of the model.
+      config: The model.
+      multimodal: Whether names of other parts than the text part are left out; they
+        keep their names else.
+    """
+    expected, head, table = mapping.by_source(), head_of(config), table_of(mapping)
+    if root := _root(expected, table):
+        return _with_root(tuple(keys), expected, root, head, multimodal)
+    return {key: key for key in keys}
 
 
 def _root(expected: Collection[str], table: str) -> str:
@@ -154,7 +173,13 @@ def _is_zero_bias(
     return unknown and not np.any(source.read(key))
 
 
-def _renamed(source: Source, names: Mapping[str, str]) -> Source:
+def renamed(source: Source, names: Mapping[str, str]) -> Source:
+    """Returns a source of some tensors of another one, under other names.
+
+    Args:
+      source: The other one.
+      names: Its name of each tensor, by the name that the tensor gets.
+    """
     if isinstance(source, SafetensorsSource):
         tensors = {name: source.tensors[key] for name, key in names.items()}
         return dataclasses.replace(source, tensors=MappingProxyType(tensors))

@@ -15,6 +15,7 @@ from bridge._new_directory import new_directory
 from bridge.formats._safetensors import encode_header
 from bridge.hf._config import find_family
 from bridge.lora._lora_config import CONFIG_NAME, LoraConfig
+from bridge.lora._lora_names import in_family
 from bridge.lora._lora_rules import A_LEAF, B_LEAF, Adapted, adapted_weights
 from bridge.lora._lora_source import WEIGHTS_NAME, open_lora
 from bridge.models import DecoderConfig
@@ -69,14 +70,15 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
       >>> loaded.factors["layers.self_attn.q_proj.kernel"]["lora_a"].shape
       (2, 16, 4)
     """
-    adapter = open_lora(path)
+    family = find_family(config.model_type)
+    adapter = in_family(open_lora(path), family.mapping(config), config)
     if adapter.whole:
         raise ValueError(
             f"'{path}' saves whole tensors beside its factors; `load_hf_with_lora` "
             f"puts them in their places: {', '.join(adapter.whole)}."
         )
     keys = tuple(f"{module}.weight" for module in adapter.modules)
-    base = find_family(config.model_type).mapping_for(config, keys)
+    base = family.mapping_for(config, keys)
     transposed = adapter.config.fan_in_fan_out
     weights = adapted_weights(base, adapter.modules, transposed=transposed)
     mapping = _mapping(weights, base, adapter.config)

@@ -65,11 +65,14 @@ class LoraConfig:
         """Returns the rank of a module's factors."""
         return _by_ending(self.rank_pattern, module, self.r)
 
+    def alpha(self, module: str) -> float:
+        """Returns the numerator of the scale of a module's factors."""
+        return _by_ending(self.alpha_pattern, module, self.lora_alpha)
+
     def scale(self, module: str) -> float:
         """Returns the scale of the product of a module's factors."""
         rank = self.rank(module)
-        alpha = _by_ending(self.alpha_pattern, module, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def to_json(self, modules: Collection[str]) -> dict[str, Any]:
         """Returns the fields of `adapter_config.json`, including all that were read.

@@ -16,6 +16,7 @@ from bridge._local_path import check_local
 from bridge._report import format_report
 from bridge.formats._source import Source
 from bridge.hf._hf_checkpoint import open_hf
+from bridge.lora._lora_names import in_family
 from bridge.lora._lora_source import A_SUFFIX, B_SUFFIX, PREFIX, LoraSource, open_lora
 from bridge.models import DecoderConfig
 from bridge.streaming._load import Progress, load
@@ -147,6 +148,6 @@ def load_hf_with_lora(
       (16, 64)
     """
     check_local(path, adapter)
-    base, _, mapping = open_hf(path, config)
-    source = merge_lora(base, open_lora(adapter))
+    base, config, mapping = open_hf(path, config)
+    source = merge_lora(base, in_family(open_lora(adapter), mapping, config))
     return load(source, mapping, like, progress=progress)

@@ -18,6 +18,8 @@ class Speeds:
       link_gbs: Bandwidth to the other GPUs of a node, GB/s a GPU.
       network_gbs: Bandwidth to other nodes, GB/s a GPU.
       latency_us: Latency of each collective, microseconds.
+      gpus_per_node: GPUs of a node, which links connect; default 8, and 72 of gb200 and
+        gb300.
     """
 
     tflops: Unset[float] = None
@@ -25,6 +27,7 @@ class Speeds:
     link_gbs: Unset[float] = None
     network_gbs: Unset[float] = None
     latency_us: Unset[float] = None
+    gpus_per_node: Unset[int] = None
 
     def apply(self, gpu: str) -> GPU:
         """Returns the GPU of that name, with these figures."""
@@ -34,6 +37,7 @@ class Speeds:
             "link_bandwidth": (self.link_gbs, 1e9),
             "network_bandwidth": (self.network_gbs, 1e9),
             "latency": (self.latency_us, 1e-6),
+            "devices_per_node": (self.gpus_per_node, 1),
         }
         costs = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
         return find_gpu(gpu, **costs)

@@ -49,7 +49,8 @@ def gpu_devices(gpu: GPU, count: int) -> Sequence[Any]:
     if count > in_node and count % in_node:
         raise ValueError(
             f"{count} GPUs are neither a part of a node of {in_node} nor whole nodes. "
-            f"Use a multiple of {in_node}."
+            f"Use a multiple of {in_node}, or say how many GPUs a node has: "
+            f"find_gpu('{gpu.name}', devices_per_node=...), or --gpus-per-node."
         )
     nodes = max(count // in_node, 1)
     try:

@@ -293,21 +293,34 @@ def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
     """Returns a GPU by name, with figures of its cost model replaced.
 
     Args:
-      gpu: Name in `GPUS`, or a GPU.
-      **costs: Fields of `CostModel`.
+      gpu: Name in `GPUS`, in letters of any case, or a GPU.
+      **costs: Fields of `CostModel`, such as `devices_per_node=4`.
 
     Raises:
-      ValueError: If the name or a field is unknown, or a figure is not positive.
+      ValueError: If the name or a field is unknown, a figure is not positive, or
+        `devices_per_node` is no whole number.
     """
     if isinstance(gpu, str):
-        if gpu not in GPUS:
-            raise ValueError(f"The GPU '{gpu}' is unknown: use {', '.join(GPUS)}.")
-        gpu = GPUS[gpu]
+        if gpu.lower() not in GPUS:
+            raise ValueError(
+                f"The GPU '{gpu}' is unknown: use {', '.join(GPUS)}. For another GPU "
+                "of NVIDIA name the nearest of these, and replace its speeds: find_gpu"
+                "(name, flops=...), or --tflops and the options beside it. XLA's "
+                "compiler here has no other vendor's GPUs."
+            )
+        gpu = GPUS[gpu.lower()]
     known = [field.name for field in dataclasses.fields(CostModel)]
-    wrong = [f"{k}={v}" for k, v in costs.items() if k not in known or v <= 0]
+    wrong = [
+        f"{name}={value}"
+        for name, value in costs.items()
+        # Not `value <= 0`, which is false of NaN.
+        if name not in known
+        or not value > 0
+        or (name == "devices_per_node" and value % 1)
+    ]
     if wrong:
         raise ValueError(
             f"The cost model takes no {', '.join(wrong)}: its figures are positive, "
-            f"and they are {', '.join(known)}."
+            f"devices_per_node is whole, and they are {', '.join(known)}."
         )
     return dataclasses.replace(gpu, cost=dataclasses.replace(gpu.cost, **costs))

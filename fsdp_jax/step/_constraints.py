@@ -20,16 +20,20 @@ _within_loss = contextvars.ContextVar("within_loss", default=False)
 
 
 @contextmanager
-def without_foreign_constraints() -> Iterator[None]:
+def without_foreign_constraints(logged: set[str]) -> Iterator[None]:
     """Context in which `jax.lax.with_sharding_constraint` returns what it is given.
 
     Constraints over the axes that XLA partitions in a step, `tp`, hold. Each other one
     is logged. A function imported by `from jax.lax import ...` is not reached.
+
+    Args:
+      logged: Constraints that are logged already, and then those of this context too: a
+        loss is traced several times, and its layers have the same ones.
     """
     original = jax.lax.with_sharding_constraint
     token = _within_loss.set(True)
     # Threads share the module, and not the variable.
-    jax.lax.with_sharding_constraint = _ignoring(original)
+    jax.lax.with_sharding_constraint = _ignoring(original, logged)
     try:
         yield
     finally:
@@ -37,15 +41,17 @@ def without_foreign_constraints() -> Iterator[None]:
         _within_loss.reset(token)
 
 
-def _ignoring(original: Callable[..., Any]) -> Callable[..., Any]:
+def _ignoring(original: Callable[..., Any], logged: set[str]) -> Callable[..., Any]:
     def with_sharding_constraint(x, shardings, *args, **kwargs):
         if not _within_loss.get() or not any(map(_is_foreign, _leaves(shardings))):
             return original(x, shardings, *args, **kwargs)
-        logging.getLogger("fsdp_jax").warning(
-            "Ignored in a step: with_sharding_constraint(..., %s). The plan decides "
-            "where arrays are.",
-            shardings,
-        )
+        if (name := str(shardings)) not in logged:
+            logged.add(name)
+            logging.getLogger("fsdp_jax").warning(
+                "Ignored in a step: with_sharding_constraint(..., %s). The plan "
+                "decides where arrays are.",
+                name,
+            )
         return x
 
     return with_sharding_constraint

@@ -95,6 +95,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     wants_key = takes_key(loss_fn)
     data_axes = axes_in_use(plan.mesh, DATA_AXES)
     synced = data_axes if plan.config.sync_batch_norm else ()
+    logged: set[str] = set()
 
     def call(shards: Sequence[Shard], model_state, batch, key):
         with unit_scope("root"):
@@ -116,7 +117,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         with (
             gather_at_units(),
             gather_unbound(plan.unit_classes),
-            without_foreign_constraints(),
+            without_foreign_constraints(logged),
             sync_linen_batch_norms(synced),
             states_take_constants(),
         ):

@@ -239,6 +239,55 @@ def test_modules_that_were_saved_whole_take_the_places_of_the_bases(
         bridge.load_lora(path, config)
 
 
+# Where multimodal models of transformers 4 and 5, SmolVLM, and base models have layers.
+PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.", "")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_an_adapter_has_the_names_of_the_model_that_it_was_trained_beside(
+    hf, shapes, tmp_path, prefix
+):
+    plain = write(tmp_path / "plain", factors(shapes), **PATTERNS)
+    named = {
+        key.replace(".model.model.", f".model.{prefix}"): array
+        for key, array in factors(shapes).items()
+    }
+    full = {f"{prefix}layers.1.mlp.down_proj": 2, "q_proj": 8}
+    other = write(tmp_path / "other", named, alpha_pattern=full, target_modules=".*")
+    config = bridge.from_hf_config(hf.path)
+    like = like_of(config)
+    merged = [bridge.load_hf_with_lora(hf.path, path, like) for path in (plain, other)]
+    assert_same_leaves(*merged)
+    kept = [bridge.load_lora(path, config) for path in (plain, other)]
+    assert_same_leaves(kept[0].factors, kept[1].factors)
+    assert_same_leaves(kept[0].scales, kept[1].scales)
+    # What is saved is of the model of texts, in names and in patterns.
+    bridge.save_lora(tmp_path / "saved", kept[1], config)
+    saved, trained = (
+        tensors_of(path / "adapter_model.safetensors")
+        for path in (tmp_path / "saved", plain)
+    )
+    assert saved.keys() == trained.keys()
+    again = bridge.load_lora(tmp_path / "saved", config)
+    assert_same_leaves(again.scales, kept[0].scales)
+    assert again.config.fields["target_modules"] == sorted(CONFIG["target_modules"])
+
+
+def test_factors_of_a_vision_tower_are_none_of_the_text(hf, shapes, tmp_path):
+    """Its layers have the same names, and may have the same shapes."""
+    named = {
+        key.replace(".model.model.", ".model.vision_tower."): array
+        for key, array in factors(shapes).items()
+    }
+    path = write(tmp_path / "lora", named)
+    config = bridge.from_hf_config(hf.path)
+    with pytest.raises(ValueError, match=facts("vision_tower")):
+        bridge.load_hf_with_lora(hf.path, path, like_of(config))
+    match = facts("vision_tower.layers.0.self_attn.q_proj")
+    with pytest.raises(ValueError, match=match):
+        bridge.load_lora(path, config)
+
+
 @pytest.mark.parametrize(
     "fields, match",
     [

@@ -56,6 +56,20 @@ def test_figures_of_the_cost_model_change_the_time_alone(llama, capsys, tmp_path
 
 
 @pytest.mark.plan
+def test_nodes_of_any_size_communicate_over_the_network(llama, capsys, tmp_path):
+    found = []
+    for nodes in ((), ("--gpus-per-node", "3")):
+        file = tmp_path / f"{len(found)}.json"
+        options = ("--gpu", "H100", "--gpus", "6", "--batch", "6", "--seq", "64")
+        slow = ("--network-gbs", "0.001", "--json", str(file))
+        assert not plan(llama, *options, *slow, *nodes)
+        found.append(json.loads(file.read_text()))
+    capsys.readouterr()
+    assert found[0]["step_seconds"] < 0.1 * found[1]["step_seconds"]
+    assert [one["cost_model"]["devices_per_node"] for one in found] == [8, 3]
+
+
+@pytest.mark.plan
 def test_fewer_communicated_and_stored_bytes_are_planned(write_llama, capsys, tmp_path):
     llama, found = write_llama(tmp_path / "model", hidden_size=128), []
     for options in (
@@ -161,6 +175,9 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "-4"), "must be at least 1, got -4"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),
+        (("--gpus", "12"), "--gpus-per-node"),
+        (("--gpus-per-node", "0"), "takes no devices_per_node=0"),
+        (("--network-gbs", "nan"), "takes no network_bandwidth=nan"),
         (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),
         (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),

@@ -179,6 +179,24 @@ def test_arithmetic_with_a_units_weight_outside_of_it_is_explained(use):
         compute(params, X)
 
 
+def test_a_marked_function_gathers_the_weights_of_its_first_argument():
+    def make(key):
+        return {"a": plain(key)["w"], "b": plain(key)["w"]}
+
+    def add(weights, x):
+        return jnp.mean((x @ weights["a"] + x @ weights["b"]) ** 2)
+
+    def apart(m, x):
+        return fsdp.unit(lambda a, b: add({"a": a, "b": b}, x))(m["a"], m["b"])
+
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(), ["a", "b"])
+    params = fsdp.init_params(plan, jax.random.key(0))
+    got = fsdp.make_eval_step(plan, fsdp.unit(add))(params, X)["loss"]
+    np.testing.assert_allclose(got, add(fsdp.unshard(params), X), rtol=1e-5)
+    with pytest.raises(ValueError, match=facts("'b'", "fsdp.unit")):
+        fsdp.make_eval_step(plan, apart)(params, X)
+
+
 def test_the_models_other_arrays_can_be_given():
     def make(key):
         return plain(key) | {"table": jnp.zeros(3, jnp.int32)}

@@ -241,3 +241,6 @@ def test_figures_of_the_cost_model_can_be_replaced():
         find_gpu("h200", speed=1, latency=0)
     with pytest.raises(ValueError, match=facts("'v100'", "a100, h100")):
         find_gpu("v100")
+    assert find_gpu("H200", devices_per_node=4).cost.devices_per_node == 4
+    with pytest.raises(ValueError, match=facts("devices_per_node=4.5, latency=nan")):
+        find_gpu("h200", devices_per_node=4.5, latency=float("nan"))

@@ -61,7 +61,7 @@ class Plan:
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
       gpu: GPU: a100, h100, h100-500w, h200, b200, b300, gb200 or gb300.
-      gpus: Number of GPUs; more than 8 come in nodes of 8.
+      gpus: Number of GPUs; more than a node has (--gpus-per-node) come in whole nodes.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
       batch: Rows of a global batch; default one a microbatch and GPU, of cp x tp x pp
