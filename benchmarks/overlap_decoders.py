@@ -13,7 +13,7 @@ import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._context_parallel import abstract_rows
 from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
-from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._routing import DispatchDtype, Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
@@ -38,6 +38,7 @@ class DecoderCase:
       microbatches: In a step.
       zero: Its strategy.
       batch_parts: Parts of a rank's rows that a layer runs side by side, each tried.
+      dispatch_dtypes: What tokens are sent to experts in, each tried.
     """
 
     config: DecoderConfig
@@ -50,8 +51,9 @@ class DecoderCase:
     microbatches: int = 1
     zero: int = 3
     batch_parts: tuple[int, ...] = (1,)
+    dispatch_dtypes: tuple[DispatchDtype, ...] = ("param_dtype",)
 
-    def lower(self, tx, parts):
+    def lower(self, tx, parts, dispatch_dtype):
         """Its plan, its step lowered for GPUs that are not here, and its memory."""
         devices = gpu_devices(GPUS["h200"], self.gpus)
         mesh = fsdp.make_mesh(**self.mesh, devices=devices)
@@ -63,7 +65,11 @@ class DecoderCase:
             mp_policy=policy,
             remat_policy=jax.checkpoint_policies.save_only_these_names(*self.saved),
         )
-        routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
+        routing = Routing(
+            capacity_factor=self.capacity_factor,
+            router_dtype="model",
+            dispatch_dtype=dispatch_dtype,
+        )
         how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
         plan = plan_decoder(self.config, mesh, config, routing, **how)
         cp, shared = mesh.shape["cp"], mesh.shape["tp"] * mesh.shape["pp"]
@@ -181,6 +187,7 @@ DECODERS = {
         rows=4,
         capacity_factor=1.0,
         batch_parts=(1, 2),
+        dispatch_dtypes=("param_dtype", "float8"),
     ),
     "mixtral-8x7b-dropless": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, batch_parts=(1, 2)
@@ -204,17 +211,21 @@ def bubble(plan, microbatches):
 def measure_decoder(name, tx, dump):
     """A whole model, and over which axes it waits, by parts of a batch."""
     case = DECODERS[name]
-    return [measure_parts(name, case, parts, tx, dump) for parts in case.batch_parts]
+    return [
+        measure_form(name, case, parts, dispatch_dtype, tx, dump)
+        for dispatch_dtype in case.dispatch_dtypes
+        for parts in case.batch_parts
+    ]
 
 
-def measure_parts(name, case, parts, tx, dump):
+def measure_form(name, case, parts, dispatch_dtype, tx, dump):
     started = time.perf_counter()
-    plan, lowered, memory = case.lower(tx, parts)
+    plan, lowered, memory = case.lower(tx, parts, dispatch_dtype)
     options = options_for(plan)
     cost = GPUS["h200"].cost
     scheduled = compile_scheduled(lowered, cost, case.gpus, options)
     if dump:
-        (dump / f"{name}_{parts}_{case.gpus}.hlo").write_text(
+        (dump / f"{name}_{parts}_{dispatch_dtype}_{case.gpus}.hlo").write_text(
             scheduled.compiled.as_text()
         )
     return {
@@ -225,6 +236,7 @@ def measure_parts(name, case, parts, tx, dump):
         "tokens_a_sequence": case.seq,
         "microbatches": case.microbatches,
         "batch_parts": parts,
+        **({"dispatch_dtype": dispatch_dtype} if case.config.moe else {}),
         **bubble(plan, case.microbatches),
         **times(scheduled, cost, case.gpus),
         "over": by_axes(scheduled.timeline, plan.mesh),

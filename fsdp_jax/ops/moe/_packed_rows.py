@@ -40,13 +40,23 @@ def pack(rows: Float[Array, "rows embed"]) -> PackedRows:
     count, embed = rows.shape
     parts = _num_parts(embed)
     tiles = in_blocks(rows.astype(jnp.float32), TILE)
-    scales = exponents(jnp.abs(tiles).max(-1))
+    scales = exponents(_largest(tiles))
     scaled = tiles / power_of_two(scales)[..., None]
     bits = float8_bits(scaled).reshape(count, -1)[:, :embed]
     split = [x.reshape(count, parts, -1) for x in (bits, scales)]
     used = sum(x.shape[-1] for x in split)
     rest = jnp.zeros((count, parts, packed_width(embed) // parts - used), jnp.uint8)
     return jnp.concatenate([*split, rest], axis=-1).reshape(count, -1)
+
+
+def _largest(tiles: Float[Array, "rows tiles tile"]) -> Float[Array, "rows tiles"]:
+    """Returns the largest magnitude of each tile, and NaN of a tile that has one.
+
+    By the order of the bits, in which NaN is above infinity: the maximum of floats that
+    XLA compiles for CPUs may lose it.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(tiles), jnp.uint32)
+    return lax.bitcast_convert_type(bits.max(-1), jnp.float32)
 
 
 def unpack(
