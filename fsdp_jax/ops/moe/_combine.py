@@ -12,12 +12,11 @@ from fsdp_jax.ops.moe._routes import Route, Rows, Tokens
 from fsdp_jax.ops.moe._send import send
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(
-    dispatch_dtype: jnp.dtype | None,
     route: Route,
     out: Rows,
     weights: Float[Array, "tokens chosen"],
+    dispatch_dtype: jnp.dtype | None,
 ) -> Tokens:
     """Sends the experts' outputs back, and sums them by token.
 
@@ -28,22 +27,28 @@ def combine(
     does not send them again.
 
     Args:
-      dispatch_dtype: Dtype in which backward sends the gradients of the sums, as for
-        `send`.
       route: Route of the tokens.
       out: Outputs of the experts of this rank, sorted by expert.
       weights: Weight of each chosen expert's output.
+      dispatch_dtype: Dtype in which backward sends the gradients of the sums, as for
+        `send`.
 
     Returns:
       The weighted sums, added in float32 and rounded once to the dtype of `out`.
     """
+    return _combine(dispatch_dtype, route, out, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(dispatch_dtype, route, out, weights):
+    del dispatch_dtype
     rows, wide = route.by_token(route.back(out)), _wide(out)
     summed = jnp.einsum("tce,tc->te", rows.astype(wide), weights.astype(wide))
     return summed.astype(out.dtype)
 
 
 def _forward(dispatch_dtype, route, out, weights):
-    return combine(dispatch_dtype, route, out, weights), (route, out, weights)
+    return _combine(dispatch_dtype, route, out, weights), (route, out, weights)
 
 
 def _backward(dispatch_dtype, residuals, grad: Tokens):
@@ -57,7 +62,7 @@ def _backward(dispatch_dtype, residuals, grad: Tokens):
     return None, of_out, of_weights.astype(weights.dtype)
 
 
-combine.defvjp(_forward, _backward)
+_combine.defvjp(_forward, _backward)
 
 
 def _wide(out: Rows) -> jnp.dtype:

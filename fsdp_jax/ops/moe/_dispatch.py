@@ -95,7 +95,7 @@ def expert_parallel_dispatch(
                 order, counts.reshape(ranks, local), chosen, form
             )
         rows = run(send(route, x, dispatch_dtype), counts)
-        y = combine(dispatch_dtype, route, rows, weights).astype(x.dtype)
+        y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
     return y, jnp.zeros(tokens, jnp.int32)
 
 
@@ -197,7 +197,7 @@ def expert_capacity_dispatch(
         # A numpy array, so that `run` can see statically that all groups are equal.
         sizes = np.full(local, ranks * capacity, np.int32)
         rows = run(send(route, x, dispatch_dtype), sizes)
-        y = combine(dispatch_dtype, route, rows, weights).astype(x.dtype)
+        y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
     dropped = (~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
     return y, dropped
 
