@@ -34,11 +34,11 @@ class DecoderCase:
       rows: Sequences for each rank of the data axes, in a microbatch.
       seq: Tokens of a sequence; `cp` splits them.
       capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
+      dispatch_dtype: What tokens are sent to experts in.
       saved: Names of what is kept for backward; all else is computed again.
       microbatches: In a step.
       zero: Its strategy.
       batch_parts: Parts of a rank's rows that a layer runs side by side, each tried.
-      dispatch_dtypes: What tokens are sent to experts in, each tried.
     """
 
     config: DecoderConfig
@@ -47,13 +47,13 @@ class DecoderCase:
     rows: int
     seq: int = 4096
     capacity_factor: float | None = None
+    dispatch_dtype: DispatchDtype = "param_dtype"
     saved: tuple[str, ...] = ()
     microbatches: int = 1
     zero: int = 3
     batch_parts: tuple[int, ...] = (1,)
-    dispatch_dtypes: tuple[DispatchDtype, ...] = ("param_dtype",)
 
-    def lower(self, tx, parts, dispatch_dtype):
+    def lower(self, tx, parts):
         """Its plan, its step lowered for GPUs that are not here, and its memory."""
         devices = gpu_devices(GPUS["h200"], self.gpus)
         mesh = fsdp.make_mesh(**self.mesh, devices=devices)
@@ -68,7 +68,7 @@ class DecoderCase:
         routing = Routing(
             capacity_factor=self.capacity_factor,
             router_dtype="model",
-            dispatch_dtype=dispatch_dtype,
+            dispatch_dtype=self.dispatch_dtype,
         )
         how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
         plan = plan_decoder(self.config, mesh, config, routing, **how)
@@ -187,7 +187,15 @@ DECODERS = {
         rows=4,
         capacity_factor=1.0,
         batch_parts=(1, 2),
-        dispatch_dtypes=("param_dtype", "float8"),
+    ),
+    "deepseek-v3-float8": DecoderCase(
+        DEEPSEEK_V3,
+        256,
+        {"ep": 64},
+        rows=4,
+        capacity_factor=1.0,
+        dispatch_dtype="float8",
+        batch_parts=(1, 2),
     ),
     "mixtral-8x7b-dropless": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, batch_parts=(1, 2)
@@ -211,21 +219,17 @@ def bubble(plan, microbatches):
 def measure_decoder(name, tx, dump):
     """A whole model, and over which axes it waits, by parts of a batch."""
     case = DECODERS[name]
-    return [
-        measure_form(name, case, parts, dispatch_dtype, tx, dump)
-        for dispatch_dtype in case.dispatch_dtypes
-        for parts in case.batch_parts
-    ]
+    return [measure_parts(name, case, parts, tx, dump) for parts in case.batch_parts]
 
 
-def measure_form(name, case, parts, dispatch_dtype, tx, dump):
+def measure_parts(name, case, parts, tx, dump):
     started = time.perf_counter()
-    plan, lowered, memory = case.lower(tx, parts, dispatch_dtype)
+    plan, lowered, memory = case.lower(tx, parts)
     options = options_for(plan)
     cost = GPUS["h200"].cost
     scheduled = compile_scheduled(lowered, cost, case.gpus, options)
     if dump:
-        (dump / f"{name}_{parts}_{dispatch_dtype}_{case.gpus}.hlo").write_text(
+        (dump / f"{name}_{parts}_{case.gpus}.hlo").write_text(
             scheduled.compiled.as_text()
         )
     return {
@@ -236,7 +240,6 @@ def measure_form(name, case, parts, dispatch_dtype, tx, dump):
         "tokens_a_sequence": case.seq,
         "microbatches": case.microbatches,
         "batch_parts": parts,
-        **({"dispatch_dtype": dispatch_dtype} if case.config.moe else {}),
         **bubble(plan, case.microbatches),
         **times(scheduled, cost, case.gpus),
         "over": by_axes(scheduled.timeline, plan.mesh),
