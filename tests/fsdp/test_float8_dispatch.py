@@ -171,7 +171,7 @@ def test_tokens_of_16_bits_arrive_in_their_dtype(dtype):
 
 def sent(text):
     """Bytes of an element and width of what each all-to-all carries, sorted."""
-    pattern = r"stablehlo\.(?:ragged_)?all_to_all.*?: \(tensor<\d+x(\d+)x(\w+)>"
+    pattern = r'all_to_all["(].*?: \(tensor<\d+x(\d+)x(\w+)>'
     found = re.findall(pattern, text)
     return sorted((dtype, int(width)) for width, dtype in found)
 
