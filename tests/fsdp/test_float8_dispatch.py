@@ -257,6 +257,6 @@ def test_a_model_whose_tokens_go_in_float8_converges_as_in_bfloat16():
         return np.asarray(found)
 
     plain, narrow = losses(None), losses(FLOAT8)
-    # Tokens differ by a sixteenth at most, and in all directions.
-    assert 0 < np.abs(narrow / plain - 1).max() < 0.03
-    assert plain[-1] < 0.7 * plain[0]  # What a model that does not train would miss.
+    assert (narrow != plain).any()
+    # It falls as far in as many steps and two: without a step it is 29.
+    assert narrow[-1] <= plain[-3] < 0.1 * plain[0]
