@@ -251,12 +251,12 @@ def test_a_model_whose_tokens_go_in_float8_converges_as_in_bfloat16():
         step = fsdp.make_train_step(plan, loss_of(dispatch), TX, has_aux=True)
         state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
         found = []
-        for _ in range(40):
+        for _ in range(25):
             state, metrics = step(state, batch(jnp.bfloat16))
             found.append(float(metrics["loss"]))
         return np.asarray(found)
 
     plain, narrow = losses(None), losses(FLOAT8)
     assert (narrow != plain).any()
-    # It falls as far in as many steps and two: without a step it is 29.
-    assert narrow[-1] <= plain[-3] < 0.1 * plain[0]
+    # As low as that of bfloat16, three of 25 steps later at most; it began at 30.
+    assert narrow[-1] <= plain[-4] < 0.05 * plain[0]
