@@ -82,6 +82,7 @@ FIGURES = (
             "mixtral-8x7b",
             "mixtral-8x7b-dropless",
             "deepseek-v3",
+            "deepseek-v3-float8",
         )
         for jax, venv in LANES.items()
     ),

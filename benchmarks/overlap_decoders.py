@@ -13,7 +13,7 @@ import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._context_parallel import abstract_rows
 from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
-from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._routing import DispatchDtype, Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
@@ -34,6 +34,7 @@ class DecoderCase:
       rows: Sequences for each rank of the data axes, in a microbatch.
       seq: Tokens of a sequence; `cp` splits them.
       capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
+      dispatch_dtype: What tokens are sent to experts in.
       saved: Names of what is kept for backward; all else is computed again.
       microbatches: In a step.
       zero: Its strategy.
@@ -46,6 +47,7 @@ class DecoderCase:
     rows: int
     seq: int = 4096
     capacity_factor: float | None = None
+    dispatch_dtype: DispatchDtype = "param_dtype"
     saved: tuple[str, ...] = ()
     microbatches: int = 1
     zero: int = 3
@@ -63,7 +65,11 @@ class DecoderCase:
             mp_policy=policy,
             remat_policy=jax.checkpoint_policies.save_only_these_names(*self.saved),
         )
-        routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
+        routing = Routing(
+            capacity_factor=self.capacity_factor,
+            router_dtype="model",
+            dispatch_dtype=self.dispatch_dtype,
+        )
         how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
         plan = plan_decoder(self.config, mesh, config, routing, **how)
         cp, shared = mesh.shape["cp"], mesh.shape["tp"] * mesh.shape["pp"]
@@ -180,6 +186,15 @@ DECODERS = {
         {"ep": 64},
         rows=4,
         capacity_factor=1.0,
+        batch_parts=(1, 2),
+    ),
+    "deepseek-v3-float8": DecoderCase(
+        DEEPSEEK_V3,
+        256,
+        {"ep": 64},
+        rows=4,
+        capacity_factor=1.0,
+        dispatch_dtype="float8",
         batch_parts=(1, 2),
     ),
     "mixtral-8x7b-dropless": DecoderCase(

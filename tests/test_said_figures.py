@@ -21,11 +21,12 @@ LARGER = {
     "mixtral-8x7b": 1,
     "mixtral-8x7b-dropless": 1,
     "deepseek-v3": 1,
+    "deepseek-v3-float8": 1,
     "llama-3-70b-pp": 1,
     "llama-3-8b-cp": 2,
 }
 """Decoder -> digits of a percent of its exposed communication."""
-IN_PARTS = ("llama-3-70b", "mixtral-8x7b", "deepseek-v3")
+IN_PARTS = ("llama-3-70b", "mixtral-8x7b", "deepseek-v3", "deepseek-v3-float8")
 """Decoders whose second row runs a batch in two parts."""
 
 

@@ -25,6 +25,9 @@ from bridge.models import (
 
 RouterDtype = Literal["float32", "model"]
 Over = Literal["sequence", "batch", "global"]
+DispatchDtype = Literal["param_dtype", "float8"]
+
+_DISPATCH_DTYPES = {"param_dtype": None, "float8": jnp.float8_e4m3fn}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Routing:
       capacity_factor: Capacity of an expert, as for
         `fsdp_jax.ops.expert_capacity_dispatch`; None for no limit.
       router_dtype: Dtype of the routers' products: float32, or that of the weights.
+      dispatch_dtype: Dtype in which tokens are sent to their experts.
     """
 
     aux_loss_coef: float = 0.0
@@ -48,6 +52,7 @@ class Routing:
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
+    dispatch_dtype: DispatchDtype = "param_dtype"
 
     def problems(self) -> list[str]:
         """Returns what is out of range, by option."""
@@ -65,10 +70,15 @@ class Routing:
     @property
     def dispatch(self) -> Dispatch:
         """Dispatch function of the decoder."""
+        dtype = _DISPATCH_DTYPES[self.dispatch_dtype]
         if self.capacity_factor is None:
-            return fsdp.ops.expert_parallel_dispatch
+            return functools.partial(
+                fsdp.ops.expert_parallel_dispatch, dispatch_dtype=dtype
+            )
         return functools.partial(
-            fsdp.ops.expert_capacity_dispatch, capacity_factor=self.capacity_factor
+            fsdp.ops.expert_capacity_dispatch,
+            capacity_factor=self.capacity_factor,
+            dispatch_dtype=dtype,
         )
 
     def apply(self, config: DecoderConfig) -> DecoderConfig:

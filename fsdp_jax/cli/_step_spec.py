@@ -23,7 +23,7 @@ from fsdp_jax.cli._precision import (
     Precision,
     Products,
 )
-from fsdp_jax.cli._routing import Routing
+from fsdp_jax.cli._routing import DispatchDtype, Routing
 from fsdp_jax.cli._sharding_options import Strategy, check_batch_parts
 from fsdp_jax.cli._user_model import UserModel
 from fsdp_jax.planner import (
@@ -61,6 +61,7 @@ class StepSpec:
       offload: State kept in host memory.
       fused_loss: Whether logits are computed by chunks of the vocabulary.
       capacity_factor: Capacity of an expert, as `Routing` takes it.
+      dispatch_dtype: Dtype in which tokens are sent to their experts.
       strategy: Sharding and memory of the step.
     """
 
@@ -79,6 +80,7 @@ class StepSpec:
     offload: OffloadTo | None
     fused_loss: bool
     capacity_factor: float | None
+    dispatch_dtype: DispatchDtype
     strategy: Strategy
 
     def estimate(
@@ -139,7 +141,11 @@ class StepSpec:
             self.model,
             mesh,
             sharding,
-            Routing(capacity_factor=self.capacity_factor, router_dtype="model"),
+            Routing(
+                capacity_factor=self.capacity_factor,
+                router_dtype="model",
+                dispatch_dtype=self.dispatch_dtype,
+            ),
             prefetch=self.strategy.prefetch,
             unroll=self.strategy.unroll,
             cp_form=self.strategy.cp_algorithm,

@@ -20,7 +20,7 @@ from fsdp_jax.cli._precision import (
     ParamGather,
     Products,
 )
-from fsdp_jax.cli._routing import Over, RouterDtype
+from fsdp_jax.cli._routing import DispatchDtype, Over, RouterDtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +202,9 @@ class ExpertOptions:
         tokens; tokens beyond it are dropped and counted. Default: no limit.
       router_dtype: Dtype of the routers' products: float32, the default, or that of the
         model.
+      dispatch_dtype: Dtype in which tokens, and gradients in backward, are sent to
+        their experts: float8 for e4m3 with a scale for each 128 elements; default
+        --param-dtype, in which all comes back.
     """
 
     aux_loss_coef: Unset[float] = None
@@ -210,6 +213,7 @@ class ExpertOptions:
     expert_bias_rate: Unset[float] = None
     capacity_factor: Unset[float] = None
     router_dtype: Unset[RouterDtype] = None
+    dispatch_dtype: Unset[DispatchDtype] = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,9 +58,27 @@ def test_a_capacity_drops_tokens_and_says_how_many(deepseek, text, tmp_path):
     assert first["dropped_choices"] > 0
 
 
+def test_tokens_are_sent_in_float8_on_any_number_of_devices(deepseek, text, tmp_path):
+    options = ["--dispatch-dtype", "float8"]
+    four, one, plain = (
+        train(deepseek, text, tmp_path / name, *more)[0]
+        for name, more in {
+            "four": ["--ep", "4", *options],
+            "one": ["--devices", "1", *options],
+            "plain": ["--devices", "1"],
+        }.items()
+    )
+    for name in ("loss", "grad_norm"):
+        assert four[name] == pytest.approx(one[name], rel=2e-4), name
+        # One device computes the same to the bit, so it is the rounding that differs.
+        assert one[name] != plain[name], name
+        assert one[name] == pytest.approx(plain[name], rel=0.05), name
+
+
 @pytest.mark.parametrize(
     "routing, message",
     [
+        (Routing(dispatch_dtype="float8"), ["--dispatch-dtype float8"]),
         (Routing(capacity_factor=1.0), ["--capacity-factor 1.0"]),
         (
             Routing(router_z_loss_coef=0.1, aux_loss_coef=0.1),

@@ -185,6 +185,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--seq", "0"), "--seq 0: at least 1"),
         (("--seq", "-1"), "--seq -1: at least 1"),
         (("--capacity-factor", "1.0"), "the model has no experts"),
+        (("--dispatch-dtype", "float8"), "--dispatch-dtype float8: without effect"),
         (("--picture", "plan.pdf"), "'plan.pdf' must end in .png or .svg"),
         (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
         (("--batch-parts", "2"), "--batch-parts 2 has no effect with tp=1"),

@@ -36,6 +36,7 @@ BF16 = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.b
 CAPACITY = functools.partial(ops.expert_capacity_dispatch, capacity_factor=1.0)
 PLACES = math.ceil(TOKENS * CHOSEN / EXPERTS) * EXPERTS
 DISPATCHES = {"dropless": ops.expert_parallel_dispatch, "capacity": CAPACITY}
+PACKED = 32  # bytes of a token in float8: 16 and a scale, in steps of 16
 
 
 def lowered(plan, loss=None, dispatch=ops.expert_parallel_dispatch):
@@ -48,7 +49,11 @@ def lowered(plan, loss=None, dispatch=ops.expert_parallel_dispatch):
     return step.jitted.lower(fsdp.abstract_state(plan, TX), rows)
 
 
-def check(plan, program, sides):
+def in_float8(name):
+    return functools.partial(DISPATCHES[name], dispatch_dtype=jnp.float8_e4m3fn)
+
+
+def check(plan, program, sides, *, float8=False):
     """No weight is sent over ep; tokens are, there and back, forward and backward."""
     arrays = list(communicated_arrays(program_of(program, plan.mesh), plan.mesh))
     experts = {param.name: param for param in plan.param_plans if param.is_expert}
@@ -65,23 +70,29 @@ def check(plan, program, sides):
     tokens = [one for one in over_ep if one.dtype == "bf16"]
     rows = [math.prod(one.sent) // EMBED for one in tokens]
     assert sorted(set(rows)) == sorted(set(sides[1:]))
-    # Two ways, forward and backward, each layer once.
-    assert sum(one.times for one in tokens) == 4 * LAYERS
+    # Two ways, forward and backward, each layer once; those to experts in float8.
+    narrow = [one for one in over_ep if one.dtype == "u8"]
+    assert {math.prod(one.sent) // PACKED for one in narrow} <= set(rows)
+    assert sum(one.times for one in narrow) == (2 * LAYERS if float8 else 0)
+    assert sum(one.times for one in tokens + narrow) == 4 * LAYERS
     # One number of each choice in backward: its weight there, and its gradient back.
     numbers = [one for one in over_ep if one.dtype == "f32"]
-    assert len(tokens) + len(numbers) == len(over_ep)
+    assert len(tokens) + len(narrow) + len(numbers) == len(over_ep)
     assert {math.prod(one.sent) for one in numbers} == set(rows)
     assert sum(one.times for one in numbers) == 2 * LAYERS
 
 
+@pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("name", DISPATCHES)
-def test_the_lowered_step_sends_tokens_and_no_experts(name):
+def test_the_lowered_step_sends_tokens_and_no_experts(name, float8):
     plan = plan_of(fsdp.make_mesh(ep=EP), mp_policy=BF16)
-    program = lowered(plan, dispatch=DISPATCHES[name])
+    dispatch = in_float8(name) if float8 else DISPATCHES[name]
+    program = lowered(plan, dispatch=dispatch)
     fsdp.audit_step(plan, program)
     # For CPUs each pair of ranks has room for all tokens' choices of two experts.
     room = EP * TOKENS * min(CHOSEN, EXPERTS // EP)
-    check(plan, program, ("all-to-all", room if name == "dropless" else PLACES))
+    sides = "all-to-all", room if name == "dropless" else PLACES
+    check(plan, program, sides, float8=float8)
 
 
 @pytest.mark.plan
@@ -106,6 +117,29 @@ def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
         }
         away = TOKENS * CHOSEN * (EP - 1) / EP
         assert sent == {away * EMBED * 2, away * 4}
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_the_step_for_gpus_sends_bytes_to_the_experts_and_is_priced_by_them(name):
+    devices = gpu_devices(GPUS["h200"], RANKS)
+    plan = plan_of(fsdp.make_mesh(ep=EP, devices=devices), mp_policy=BF16)
+    program = lowered(plan, dispatch=in_float8(name))
+    compiled = program.compile(compiler_options=fsdp.training.compiler_options())
+    fsdp.audit_step(plan, compiled)
+    module = program_of(compiled, plan.mesh).module
+    over_ep = [
+        (one.dtype, communicated_bytes(found, RANKS))
+        for one in communicated_arrays(program_of(compiled, plan.mesh), plan.mesh)
+        if (found := collective_of(module, one.computation, one.instruction))
+        and "all-to-all" in found.op
+    ]
+    rows = (TOKENS * CHOSEN if name == "dropless" else PLACES) * (EP - 1) / EP
+    assert set(over_ep) == {
+        ("u8", rows * PACKED),
+        ("bf16", rows * EMBED * 2),
+        ("f32", rows * 4),
+    }
 
 
 def test_experts_that_are_brought_together_are_named():

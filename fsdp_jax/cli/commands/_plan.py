@@ -25,6 +25,7 @@ from fsdp_jax.cli._precision import (
     ParamGather,
     Products,
 )
+from fsdp_jax.cli._routing import DispatchDtype
 from fsdp_jax.cli._schedule_search import search_strategy
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli._speeds import Speeds
@@ -83,6 +84,7 @@ class Plan:
         less memory, more work.
       capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
         tokens; default all tokens of all ranks on ep.
+      dispatch_dtype: Dtype in which tokens are sent to their experts.
       json: Writes everything to this file.
       html: Writes the tables into this file, for a browser.
       picture: Draws memory and time into this file, .png or .svg; of a sweep, of all
@@ -120,6 +122,7 @@ class Plan:
     offload: Unset[OffloadTo] = None
     fused_loss: bool = True
     capacity_factor: Unset[float] = None
+    dispatch_dtype: DispatchDtype = "param_dtype"
     json: Unset[Path] = None
     html: Unset[Path] = None
     picture: Unset[Path] = None
@@ -153,14 +156,23 @@ class Plan:
             raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
         if self.seq < 1:
             raise ValueError(f"--seq {self.seq}: at least 1 token.")
-        if self.capacity_factor is not None and _is_dense(config):
-            raise ValueError(
-                f"--capacity-factor {self.capacity_factor}: without effect, as the "
-                "model has no experts. Leave it out."
-            )
+        self._check_experts(config)
         self._check_files()
         with without_xla_lines():
             self._plan(self._step(config), gpu, sizes)
+
+    def _check_experts(self, config: DecoderConfig | UserModel) -> None:
+        """Refuses options of experts for a model that has none."""
+        given = []
+        if self.capacity_factor is not None:
+            given.append(f"--capacity-factor {self.capacity_factor}")
+        if self.dispatch_dtype != "param_dtype":
+            given.append(f"--dispatch-dtype {self.dispatch_dtype}")
+        if given and _is_dense(config):
+            raise ValueError(
+                f"{', '.join(given)}: without effect, as the model has no experts. "
+                "Leave it out."
+            )
 
     def _step(self, model: DecoderConfig | UserModel) -> StepSpec:
         # A model of the user's own has its batch, which --batch described.
@@ -181,6 +193,7 @@ class Plan:
             offload=self.offload,
             fused_loss=self.fused_loss,
             capacity_factor=self.capacity_factor,
+            dispatch_dtype=self.dispatch_dtype,
             strategy=self.strategy,
         )
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fsdp_jax.ops.moe._routes import Route, Rows, Tokens
+from fsdp_jax.ops.moe._send import send
 
 
-@jax.custom_vjp
-def combine(route: Route, out: Rows, weights: Float[Array, "tokens chosen"]) -> Tokens:
+def combine(
+    route: Route,
+    out: Rows,
+    weights: Float[Array, "tokens chosen"],
+    dispatch_dtype: jnp.dtype | None,
+) -> Tokens:
     """Sends the experts' outputs back, and sums them by token.
 
     The gradient of a weight is the product of an output with the gradient of the sum.
@@ -23,23 +30,31 @@ def combine(route: Route, out: Rows, weights: Float[Array, "tokens chosen"]) -> 
       route: Route of the tokens.
       out: Outputs of the experts of this rank, sorted by expert.
       weights: Weight of each chosen expert's output.
+      dispatch_dtype: Dtype in which backward sends the gradients of the sums, as for
+        `send`.
 
     Returns:
       The weighted sums, added in float32 and rounded once to the dtype of `out`.
     """
+    return _combine(dispatch_dtype, route, out, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(dispatch_dtype, route, out, weights):
+    del dispatch_dtype
     rows, wide = route.by_token(route.back(out)), _wide(out)
     summed = jnp.einsum("tce,tc->te", rows.astype(wide), weights.astype(wide))
     return summed.astype(out.dtype)
 
 
-def _forward(route, out, weights):
-    return combine(route, out, weights), (route, out, weights)
+def _forward(dispatch_dtype, route, out, weights):
+    return _combine(dispatch_dtype, route, out, weights), (route, out, weights)
 
 
-def _backward(residuals, grad: Tokens):
+def _backward(dispatch_dtype, residuals, grad: Tokens):
     route, out, weights = residuals
     wide = _wide(out)
-    grads = route.there(route.per_choice(grad)).astype(wide)
+    grads = send(route, grad, dispatch_dtype).astype(wide)
     scales = route.there(route.flat(weights.astype(wide)))
     products = (out.astype(wide) * grads).sum(-1, keepdims=True)
     of_weights = route.by_token(route.back(products))[..., 0]
@@ -47,7 +62,7 @@ def _backward(residuals, grad: Tokens):
     return None, of_out, of_weights.astype(weights.dtype)
 
 
-combine.defvjp(_forward, _backward)
+_combine.defvjp(_forward, _backward)
 
 
 def _wide(out: Rows) -> jnp.dtype:

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from fsdp_jax.ops.moe._all_to_all import Exchange, segments_of
 from fsdp_jax.ops.moe._combine import combine
 from fsdp_jax.ops.moe._gather_rows import inverse_of
 from fsdp_jax.ops.moe._routes import CapacityRoute, RaggedRoute, Rows, Tokens
+from fsdp_jax.ops.moe._send import check_dispatch_dtype, send
 
 RunExperts = Callable[[Rows, Int[Array, " experts"] | np.ndarray], Rows]
 
@@ -27,6 +29,7 @@ def expert_parallel_dispatch(
     num_experts: int,
     *,
     axis: str = "ep",
+    dispatch_dtype: DTypeLike | None = None,
 ) -> tuple[Tokens, Int[Array, " tokens"]]:
     """Sends every token to all experts it chose, on any rank; none is dropped.
 
@@ -47,16 +50,35 @@ def expert_parallel_dispatch(
       weights: Weight of each chosen expert's output.
       num_experts: Number of experts on all ranks.
       axis: Mesh axis over which experts are split.
+      dispatch_dtype: float8_e4m3fn to send tokens, and in backward the gradients of the
+        sums, to the experts in a byte an element, with a power-of-two scale for each
+        128; one rank rounds them too. Outputs, and gradients of tokens, come back in
+        their own dtype, in which None sends all.
 
     Returns:
       The weighted sums, added in float32 and rounded once; and the number of dropped
       experts per token, all zeros.
 
     Raises:
-      ValueError: If the ranks do not divide the experts.
+      ValueError: If the ranks do not divide the experts, or tokens are not sent in
+        `dispatch_dtype`.
 
-    Source: Megatron-LM `token_dispatcher.py::MoEAlltoAllTokenDispatcher` (dropless).
+    Examples:
+      >>> import functools
+      >>> import jax.numpy as jnp
+      >>> from fsdp_jax.ops import expert_parallel_dispatch
+      >>> dispatch = functools.partial(
+      ...     expert_parallel_dispatch, dispatch_dtype=jnp.float8_e4m3fn
+      ... )
+      >>> x, chosen = jnp.asarray([[100.0], [101.0]]), jnp.asarray([[0], [1]])
+      >>> y, _ = dispatch(lambda rows, _: rows, x, chosen, jnp.ones((2, 1)), 2)
+      >>> y[:, 0].tolist()  # Of e4m3, 96 and 104 are next to both.
+      [96.0, 104.0]
+
+    Source: Megatron-LM `token_dispatcher.py::MoEAlltoAllTokenDispatcher` (dropless);
+      DeepSeek-V3 (arXiv:2412.19437), section 3.3.3, for what is sent in float8.
     """
+    dispatch_dtype = check_dispatch_dtype(dispatch_dtype)
     ranks, local = _ranks_and_experts(axis, num_experts)
     tokens, chosen = experts.shape
     flat = experts.reshape(-1).astype(jnp.int32)
@@ -72,8 +94,8 @@ def expert_parallel_dispatch(
             route, counts = _ragged_route(
                 order, counts.reshape(ranks, local), chosen, form
             )
-        rows = run(route.there(route.per_choice(x)), counts)
-        y = combine(route, rows, weights).astype(x.dtype)
+        rows = run(send(route, x, dispatch_dtype), counts)
+        y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
     return y, jnp.zeros(tokens, jnp.int32)
 
 
@@ -126,6 +148,7 @@ def expert_capacity_dispatch(
     *,
     capacity_factor: float,
     axis: str = "ep",
+    dispatch_dtype: DTypeLike | None = None,
 ) -> tuple[Tokens, Int[Array, " tokens"]]:
     """Sends tokens to experts with a fixed capacity per expert and source rank.
 
@@ -145,18 +168,22 @@ def expert_capacity_dispatch(
       capacity_factor: Capacity relative to an even load; 1 is exactly enough if all
         experts are chosen equally often.
       axis: Mesh axis over which experts are split.
+      dispatch_dtype: Dtype in which tokens are sent to the experts, as in
+        `expert_parallel_dispatch`.
 
     Returns:
       The weighted sums, and the number of dropped experts per token.
 
     Raises:
-      ValueError: If the ranks do not divide the experts, or the factor is not positive.
+      ValueError: If the ranks do not divide the experts, the factor is not positive,
+        or tokens are not sent in `dispatch_dtype`.
 
     Source: GShard (arXiv:2006.16668), algorithm 1; Switch Transformer
       (arXiv:2101.03961), section 2.2.
     """
     if not 0 < capacity_factor < math.inf:
         raise ValueError(f"capacity_factor={capacity_factor} must be more than 0.")
+    dispatch_dtype = check_dispatch_dtype(dispatch_dtype)
     ranks, local = _ranks_and_experts(axis, num_experts)
     tokens, chosen = experts.shape
     capacity = min(tokens, math.ceil(capacity_factor * tokens * chosen / num_experts))
@@ -169,8 +196,8 @@ def expert_capacity_dispatch(
     with jax.named_scope("expert_dispatch"):
         # A numpy array, so that `run` can see statically that all groups are equal.
         sizes = np.full(local, ranks * capacity, np.int32)
-        rows = run(route.there(route.per_choice(x)), sizes)
-        y = combine(route, rows, weights).astype(x.dtype)
+        rows = run(send(route, x, dispatch_dtype), sizes)
+        y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
     dropped = (~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
     return y, dropped
 
