@@ -34,6 +34,9 @@ class DecoderCase:
       rows: Sequences for each rank of the data axes, in a microbatch.
       seq: Tokens of a sequence; `cp` splits them.
       capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
+      ranks_per_node: Ranks on `ep` in a node that share one copy of a token; None to
+        send each expert its own.
+      nodes_per_token: Nodes that a token is sent to at most; None for all.
       saved: Names of what is kept for backward; all else is computed again.
       microbatches: In a step.
       zero: Its strategy.
@@ -46,6 +49,8 @@ class DecoderCase:
     rows: int
     seq: int = 4096
     capacity_factor: float | None = None
+    ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
     saved: tuple[str, ...] = ()
     microbatches: int = 1
     zero: int = 3
@@ -63,7 +68,12 @@ class DecoderCase:
             mp_policy=policy,
             remat_policy=jax.checkpoint_policies.save_only_these_names(*self.saved),
         )
-        routing = Routing(capacity_factor=self.capacity_factor, router_dtype="model")
+        routing = Routing(
+            capacity_factor=self.capacity_factor,
+            ranks_per_node=self.ranks_per_node,
+            nodes_per_token=self.nodes_per_token,
+            router_dtype="model",
+        )
         how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
         plan = plan_decoder(self.config, mesh, config, routing, **how)
         cp, shared = mesh.shape["cp"], mesh.shape["tp"] * mesh.shape["pp"]
@@ -182,6 +192,17 @@ DECODERS = {
         capacity_factor=1.0,
         batch_parts=(1, 2),
     ),
+    # Its router chooses experts of four groups, each on one node.
+    "deepseek-v3-by-node": DecoderCase(
+        DEEPSEEK_V3,
+        256,
+        {"ep": 64},
+        rows=4,
+        capacity_factor=1.0,
+        ranks_per_node=8,
+        nodes_per_token=4,
+        batch_parts=(1, 2),
+    ),
     "mixtral-8x7b-dropless": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, batch_parts=(1, 2)
     ),
@@ -227,7 +248,7 @@ def measure_parts(name, case, parts, tx, dump):
         "batch_parts": parts,
         **bubble(plan, case.microbatches),
         **times(scheduled, cost, case.gpus),
-        "over": by_axes(scheduled.timeline, plan.mesh),
+        "over": by_axes(scheduled.timeline, plan.mesh, cost.devices_per_node),
         "temporaries_gb": temporaries(scheduled.compiled),
         "memory_gb": round(compiled_bytes(scheduled.compiled) / 1e9, 3),
         "memory_predicted_gb": round(memory.total / 1e9, 3),

@@ -40,6 +40,9 @@ class Routing:
       capacity_factor: Capacity of an expert, as for
         `fsdp_jax.ops.expert_capacity_dispatch`; None for no limit.
       router_dtype: Dtype of the routers' products: float32, or that of the weights.
+      ranks_per_node: Ranks on `ep` in a node that share one copy of a token, as for
+        `fsdp_jax.ops.expert_capacity_dispatch`; None to send each expert its own.
+      nodes_per_token: Maximum number of nodes that a token is sent to; None for all.
     """
 
     aux_loss_coef: float = 0.0
@@ -48,6 +51,8 @@ class Routing:
     expert_bias_rate: float = 0.0
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
+    ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
 
     def problems(self) -> list[str]:
         """Returns what is out of range, by option."""
@@ -68,7 +73,10 @@ class Routing:
         if self.capacity_factor is None:
             return fsdp.ops.expert_parallel_dispatch
         return functools.partial(
-            fsdp.ops.expert_capacity_dispatch, capacity_factor=self.capacity_factor
+            fsdp.ops.expert_capacity_dispatch,
+            capacity_factor=self.capacity_factor,
+            ranks_per_node=self.ranks_per_node,
+            nodes_per_token=self.nodes_per_token,
         )
 
     def apply(self, config: DecoderConfig) -> DecoderConfig:
