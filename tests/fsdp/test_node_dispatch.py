@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 
 import jax
@@ -114,3 +115,142 @@ def test_outputs_and_gradients_are_those_of_direct_dispatch(routing, ranks_per_n
     assert difference((got, y), (expected, expected_y)) < SAME
     assert dropped.any()
     assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(got))
+
+
+def test_weights_of_other_choices_would_be_noticed():
+    x, experts, chosen_weights = tokens()
+    _, (y, _) = gradients(4)(x, experts, chosen_weights)
+    _, (other, _) = gradients(4)(x, experts, chosen_weights[:, ::-1].copy())
+    assert difference(y, other) > 1
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(data=st.data(), ranks_per_node=st.sampled_from([2, 4]))
+def test_any_choices_have_the_results_of_direct_dispatch(data, ranks_per_node):
+    x, _, chosen_weights = tokens()
+    # Few distinct experts: repeated tokens on a node, full experts, empty nodes.
+    some = st.lists(
+        st.integers(0, EXPERTS - 1), min_size=CHOSEN, max_size=6, unique=True
+    )
+    pools = data.draw(st.lists(some, min_size=1, max_size=5))
+    rows = [pools[t % len(pools)] for t in range(TOKENS)]
+    experts = np.array([np.roll(row, t)[:CHOSEN] for t, row in enumerate(rows)])
+    got, (y, dropped) = gradients(ranks_per_node)(x, experts, chosen_weights)
+    expected, (expected_y, expected_dropped) = gradients()(x, experts, chosen_weights)
+    np.testing.assert_array_equal(dropped, expected_dropped)
+    assert difference((got, y), (expected, expected_y)) < SAME
+
+
+def on_nodes(experts, limit, per_node):
+    """Which choices are on a token's first `limit` nodes, one choice at a time."""
+    allowed = np.zeros(experts.shape, bool)
+    for t, row in enumerate(experts // per_node):
+        nodes = list(dict.fromkeys(row))[:limit]
+        allowed[t] = [node in nodes for node in row]
+    return allowed
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_choices_on_more_nodes_than_the_limit_are_dropped_and_counted(limit):
+    x, experts, chosen_weights = tokens()
+    allowed = on_nodes(experts, limit, EXPERTS // 4)
+    # Room for all: only the limit drops.
+    got, (y, dropped) = gradients(2, limit, 16.0)(x, experts, chosen_weights)
+    np.testing.assert_array_equal(dropped, (~allowed).sum(-1))
+    assert dropped.any()
+    # A dropped choice counts as one of weight 0.
+    without, (expected_y, none) = gradients(None, None, 16.0)(
+        x, experts, chosen_weights * allowed
+    )
+    assert not none.any()
+    assert difference((y, got[:2]), (expected_y, without[:2])) < SAME
+    assert difference(got[2], without[2] * allowed) < SAME
+
+
+def test_choices_beyond_the_limit_take_no_slot_of_others():
+    x, _, chosen_weights = tokens()
+    # Without the limit each rank's first choices of expert 0 would fill it.
+    experts = np.tile([15, 11, 0, 1], (TOKENS, 1))
+    experts[1::2] = [0, 1, 2, 3]
+    _, (_, dropped) = gradients(2, 1, 2.0)(x, experts, chosen_weights)
+    # Expert 0 has 3 slots of each rank, for its 3 tokens that may use it.
+    np.testing.assert_array_equal(dropped[1::2], 0)
+    np.testing.assert_array_equal(dropped[::2], 3)
+
+
+def collectives(ranks_per_node, nodes_per_token):
+    """Opcode, replica groups and rows of the collectives of tokens, both directions."""
+    dispatch = mapped(
+        functools.partial(
+            DIRECT, ranks_per_node=ranks_per_node, nodes_per_token=nodes_per_token
+        )
+    )
+
+    def loss(w, x, chosen_weights, experts):
+        return jnp.sin(dispatch(w, x, experts, chosen_weights)[0]).sum()
+
+    x, experts, chosen_weights = tokens()
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(
+        weights(), x, chosen_weights, experts
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    pattern = (
+        r'(ragged_all_to_all|"stablehlo\.all_to_all").*?replica_groups = dense<(.*?)>'
+        rf".*?: \(tensor<(\d+)x{EMBED}xf64>"
+    )
+    return [
+        (op.strip('"').removeprefix("stablehlo."), json.loads(groups), int(rows))
+        for op, groups, rows in re.findall(pattern, text)
+    ]
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_tokens_cross_nodes_once_a_node_and_are_copied_within(ranks_per_node):
+    nodes, limit = RANKS // ranks_per_node, RANKS // ranks_per_node - 1
+    found = collectives(ranks_per_node, limit)
+    # There and back, forward and backward, in both stages.
+    assert [op for op, _, _ in found].count("ragged_all_to_all") == 4
+    assert [op for op, _, _ in found].count("all_to_all") == 4
+    mine = TOKENS // RANKS
+    for op, groups, rows in found:
+        within = [len({rank // ranks_per_node for rank in g}) == 1 for g in groups]
+        if op == "all_to_all":
+            assert all(within)
+        else:
+            assert not any(within)
+            assert all(len(group) == nodes for group in groups)
+            assert rows in {mine * limit, mine * nodes}
+
+
+def test_without_nodes_tokens_cross_them_for_each_expert():
+    assert {(op, len(groups)) for op, groups, _ in collectives(None, None)} == {
+        ("all_to_all", 1)
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"ranks_per_node": 3}, ("ranks_per_node=3", "8 ranks", "'ep'")),
+        ({"ranks_per_node": 0}, ("ranks_per_node=0", "1")),
+        ({"nodes_per_token": 2}, ("nodes_per_token=2", "ranks_per_node")),
+        (
+            {"ranks_per_node": -1, "nodes_per_token": 0},
+            ("ranks_per_node=-1", "nodes_per_token=0"),
+        ),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(options, named):
+    with pytest.raises(ValueError, match=facts(*named)):
+        jax.eval_shape(
+            mapped(functools.partial(DIRECT, **options)),
+            weights(),
+            *(tokens()[at] for at in (0, 1, 2)),
+        )
+
+
+def test_ranks_of_one_node_send_tokens_directly():
+    x, experts, chosen_weights = tokens()
+    got, (y, dropped) = gradients(8)(x, experts, chosen_weights)
+    expected = gradients()(x, experts, chosen_weights)
+    assert difference((got, (y, dropped)), expected) == 0
