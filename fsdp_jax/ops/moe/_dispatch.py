@@ -141,7 +141,8 @@ def expert_capacity_dispatch(
 
     With `ranks_per_node` the network carries one copy of a token to each node with an
     expert that it chose, and one sum back; copies for several experts are made in the
-    node, over its faster links. The slots of experts are the same.
+    node, over its faster links. The slots of experts are the same, and the sum of each
+    node is rounded to the dtype of the outputs.
 
     Args:
       run: `run(rows, group_sizes)`, as in `expert_parallel_dispatch`; the group sizes

@@ -162,7 +162,7 @@ def _slots_of_rows(
     the position of its row among those it sends there, and the slot's place among those
     of that row.
     """
-    most = min(direct.chosen, direct.local * nodes.size)
+    most = direct.chosen  # A token may name an expert more than once.
     before = jnp.tril(node[:, :, None] == node[:, None, :], -1).sum(-1)
     own = jnp.take_along_axis(position, node, axis=1, mode="fill", fill_value=0)
     entry = (own * most + before).astype(jnp.int32).T.reshape(-1)
