@@ -35,6 +35,9 @@ class DecoderCase:
       seq: Tokens of a sequence; `cp` splits them.
       capacity_factor: What experts have room for, see `expert_capacity_dispatch`.
       dispatch_dtype: What tokens are sent to experts in.
+      ranks_per_node: Ranks on `ep` in a node that share one copy of a token; None to
+        send each expert its own.
+      nodes_per_token: Nodes that a token is sent to at most; None for all.
       saved: Names of what is kept for backward; all else is computed again.
       microbatches: In a step.
       zero: Its strategy.
@@ -48,6 +51,8 @@ class DecoderCase:
     seq: int = 4096
     capacity_factor: float | None = None
     dispatch_dtype: DispatchDtype = "param_dtype"
+    ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
     saved: tuple[str, ...] = ()
     microbatches: int = 1
     zero: int = 3
@@ -69,6 +74,8 @@ class DecoderCase:
             capacity_factor=self.capacity_factor,
             router_dtype="model",
             dispatch_dtype=self.dispatch_dtype,
+            ranks_per_node=self.ranks_per_node,
+            nodes_per_token=self.nodes_per_token,
         )
         how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
         plan = plan_decoder(self.config, mesh, config, routing, **how)
@@ -197,6 +204,28 @@ DECODERS = {
         dispatch_dtype="float8",
         batch_parts=(1, 2),
     ),
+    # Its router chooses experts of four groups, each on one node.
+    "deepseek-v3-by-node": DecoderCase(
+        DEEPSEEK_V3,
+        256,
+        {"ep": 64},
+        rows=4,
+        capacity_factor=1.0,
+        ranks_per_node=8,
+        nodes_per_token=4,
+        batch_parts=(1, 2),
+    ),
+    "deepseek-v3-by-node-float8": DecoderCase(
+        DEEPSEEK_V3,
+        256,
+        {"ep": 64},
+        rows=4,
+        capacity_factor=1.0,
+        dispatch_dtype="float8",
+        ranks_per_node=8,
+        nodes_per_token=4,
+        batch_parts=(1, 2),
+    ),
     "mixtral-8x7b-dropless": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, batch_parts=(1, 2)
     ),
@@ -242,7 +271,7 @@ def measure_parts(name, case, parts, tx, dump):
         "batch_parts": parts,
         **bubble(plan, case.microbatches),
         **times(scheduled, cost, case.gpus),
-        "over": by_axes(scheduled.timeline, plan.mesh),
+        "over": by_axes(scheduled.timeline, plan.mesh, cost.devices_per_node),
         "temporaries_gb": temporaries(scheduled.compiled),
         "memory_gb": round(compiled_bytes(scheduled.compiled) / 1e9, 3),
         "memory_predicted_gb": round(memory.total / 1e9, 3),

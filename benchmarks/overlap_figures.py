@@ -1,5 +1,7 @@
 """What `overlap.py` says of a compiled step and of its replay."""
 
+import math
+
 from fsdp_jax.hlo._collectives import axes_of
 from fsdp_jax.planner._timeline import floor_seconds
 
@@ -16,17 +18,27 @@ def times(scheduled, cost, gpus):
     }
 
 
-def by_axes(timeline, mesh):
+def by_axes(timeline, mesh, per_node):
     """Seconds of communication over each set of mesh axes, and the exposed ones."""
     found = {}
     for sent in timeline.sent:
-        axes = " x ".join(axes_of(sent.collective.groups, mesh) or ("none",))
+        axes = named_axes(sent.collective.groups, mesh, per_node)
         wire, exposed = found.get(axes, (0.0, 0.0))
         found[axes] = wire + sent.end - sent.start, exposed + sent.exposed
     return {
         axes: {"wire_ms": milliseconds(wire), "exposed_ms": milliseconds(exposed)}
         for axes, (wire, exposed) in found.items()
     }
+
+
+def named_axes(groups, mesh, per_node):
+    """Names the axes of groups, and for parts of an axis if they leave a node."""
+    axes = axes_of(groups, mesh) or ("none",)
+    name, whole = " x ".join(axes), math.prod(mesh.shape.get(a, 1) for a in axes)
+    if all(len(group) == whole for group in groups):
+        return name
+    in_node = all(len({i // per_node for i in group}) == 1 for group in groups)
+    return f"{name} {'in' if in_node else 'between'} nodes"
 
 
 def temporaries(compiled):

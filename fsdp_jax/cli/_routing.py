@@ -44,6 +44,9 @@ class Routing:
         `fsdp_jax.ops.expert_capacity_dispatch`; None for no limit.
       router_dtype: Dtype of the routers' products: float32, or that of the weights.
       dispatch_dtype: Dtype in which tokens are sent to their experts.
+      ranks_per_node: Ranks on `ep` in a node that share one copy of a token, as for
+        `fsdp_jax.ops.expert_capacity_dispatch`; None to send each expert its own.
+      nodes_per_token: Maximum number of nodes that a token is sent to; None for all.
     """
 
     aux_loss_coef: float = 0.0
@@ -53,6 +56,8 @@ class Routing:
     capacity_factor: float | None = None
     router_dtype: RouterDtype = "float32"
     dispatch_dtype: DispatchDtype = "param_dtype"
+    ranks_per_node: int | None = None
+    nodes_per_token: int | None = None
 
     def problems(self) -> list[str]:
         """Returns what is out of range, by option."""
@@ -79,6 +84,8 @@ class Routing:
             fsdp.ops.expert_capacity_dispatch,
             capacity_factor=self.capacity_factor,
             dispatch_dtype=dtype,
+            ranks_per_node=self.ranks_per_node,
+            nodes_per_token=self.nodes_per_token,
         )
 
     def apply(self, config: DecoderConfig) -> DecoderConfig:

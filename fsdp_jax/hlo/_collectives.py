@@ -111,21 +111,29 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...] | None:
 
     Groups of some of the ranks of a tp group count as `("tp",)`: XLA partitions `tp` by
     itself, and may split a dim with fewer elements than `tp` over a subset of the
-    ranks.
+    ranks. Those of some of the ranks of an ep group count as `("ep",)`: tokens are sent
+    within nodes and between them.
 
     Args:
       groups: Replica groups of a program compiled for `mesh`.
       mesh: Device mesh; the program numbers its devices in row-major order.
     """
-    axes = _groups_of_axes(tuple(mesh.shape.items())).get(groups or None)
-    if axes is None and _are_within(groups, mesh.shape.get("tp", 1)):
-        return ("tp",)
+    shape = tuple(mesh.shape.items())
+    axes = _groups_of_axes(shape).get(groups or None)
+    if axes is None:
+        within = (axis for axis in ("tp", "ep") if _are_within(groups, axis, shape))
+        return next(((axis,) for axis in within), None)
     return axes
 
 
-def _are_within(groups: Groups, tp: int) -> bool:
-    """Returns whether each group lies inside one tp group; tp is the last mesh axis."""
-    return tp > 1 and all(len({device // tp for device in g}) == 1 for g in groups)
+def _are_within(groups: Groups, axis: str, shape: tuple[tuple[str, int], ...]) -> bool:
+    """Returns whether each group lies inside one group of the axis."""
+    names = [name for name, _ in shape]
+    if axis not in names or dict(shape)[axis] == 1:
+        return False
+    along = groups_along([size for _, size in shape], (names.index(axis),))
+    owner = {device: group for group in along for device in group}
+    return all(len({owner[device] for device in group}) == 1 for group in groups)
 
 
 @functools.lru_cache(maxsize=32)

@@ -133,6 +133,15 @@ def test_groups_lie_along_the_axes_of_the_mesh():
     assert axes_of(frozenset({(0, 3), (1, 2)}), mesh) is None
 
 
+def test_groups_of_some_ranks_of_ep_lie_along_it():
+    mesh = Mesh(dp_shard=2, ep=4, cp=1, tp=2)
+    within = frozenset({(0, 2), (4, 6), (8, 10), (12, 14)})
+    between = frozenset({(0, 4), (2, 6), (8, 12), (10, 14)})
+    assert axes_of(within, mesh) == axes_of(between, mesh) == ("ep",)
+    assert axes_of(frozenset({(0, 3), (4, 7)}), mesh) is None
+    assert axes_of(frozenset({(0, 10), (4, 6)}), mesh) is None
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(ValueError, match=facts("ENTRY", "compiled.as_text()")):
         parse("module @jit_step {}")

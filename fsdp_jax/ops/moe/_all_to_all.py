@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from fsdp_jax._tp_shards import num_automatic_tp, on_tp_shards
 
 Sizes = Int[Array, " ranks"]
+Groups = tuple[tuple[int, ...], ...]
 
 
 class Segments(NamedTuple):
@@ -43,12 +44,15 @@ class Exchange:
       rows: Number of rows before the exchange.
       most: Maximum number of rows that one rank sends to another.
       room: Number of rows after the exchange, the maximum that all ranks send to one.
+      groups: Ranks of each group that exchanges rows within itself; None for all. Other
+        counts of ranks then mean those of a group.
     """
 
     axis: str
     rows: int
     most: int
     room: int
+    groups: Groups | None = None
 
     @property
     def reversed(self) -> Exchange:
@@ -56,9 +60,10 @@ class Exchange:
         return dataclasses.replace(self, rows=self.room, room=self.rows)
 
 
-def segments_of(pairs: Int[Array, "ranks ranks"], axis: str) -> tuple[Segments, ...]:
+def segments_of(
+    pairs: Int[Array, "ranks ranks"], rank: Int[Array, ""]
+) -> tuple[Segments, ...]:
     """Returns segments of both directions, for `pairs[i, j]` rows from rank i to j."""
-    rank = lax.axis_index(axis)
     before_source = jnp.cumsum(pairs, axis=0) - pairs
     before_target = jnp.cumsum(pairs, axis=1) - pairs
     there = Segments(pairs[rank], pairs[:, rank], before_source[rank])
@@ -125,6 +130,7 @@ def _ragged(form: Exchange, rows: Array, *segments: Sizes) -> Array:
         there.places,
         there.received,
         axis_name=form.axis,
+        axis_index_groups=form.groups,
     )
 
 
@@ -136,7 +142,9 @@ def _padded(form: Exchange, rows: Array, *segments: Sizes) -> Array:
     # Lane l of rank j holds the l-th row for j, up to `most`; unused lanes are zeros.
     sent = jnp.take(rows, index, axis=0, mode="clip")
     sent = jnp.where(is_sent[..., None], sent, 0).reshape(-1, rows.shape[-1])
-    found = lax.all_to_all(sent, form.axis, split_axis=0, concat_axis=0, tiled=True)
+    found = lax.all_to_all(
+        sent, form.axis, 0, 0, axis_index_groups=form.groups, tiled=True
+    )
     place = jnp.arange(form.room, dtype=jnp.int32)
     ends = jnp.cumsum(there.received)
     # Compacts the lanes: the source rank of each place, then the row's lane there.

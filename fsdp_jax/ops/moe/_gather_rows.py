@@ -25,19 +25,22 @@ def rearrange(
       inverse: Place of each row; `places` or more for a row that is not taken.
     """
     del inverse
-    return _take(rows, index)
+    return take_rows(rows, index)
 
 
-def _take(rows: Array, index: Array) -> Array:
+def take_rows(
+    rows: Float[Array, "rows embed"], index: Int[Array, " places"]
+) -> Float[Array, "places embed"]:
+    """Returns `rows[index]`, with zeros for an out-of-range index."""
     return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
 
 
 def _forward(rows, index, inverse):
-    return _take(rows, index), inverse
+    return take_rows(rows, index), inverse
 
 
 def _backward(inverse, grad):
-    return _take(grad, inverse), None, None
+    return take_rows(grad, inverse), None, None
 
 
 rearrange.defvjp(_forward, _backward)

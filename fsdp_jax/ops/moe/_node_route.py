@@ -1,0 +1,242 @@
+"""Route on which one copy of a token goes to each node, and one sum comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fsdp_jax.ops.moe._all_to_all import Exchange, Segments, exchange, segments_of
+from fsdp_jax.ops.moe._gather_rows import rearrange
+from fsdp_jax.ops.moe._nodes import Nodes
+from fsdp_jax.ops.moe._repeat_rows import repeat_rows, sum_rows
+from fsdp_jax.ops.moe._routes import CapacityRoute, Rows, Tokens
+from fsdp_jax.ops.moe._send import send
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NodeRoute:
+    """Route of `CapacityRoute`, in two stages.
+
+    First a rank sends each token once to each node with an expert that it chose, to the
+    rank of its own index there. That rank then sends copies of it to the ranks of its
+    node, in the slots of the experts. Back, it adds the outputs of a token, and sends
+    one row. So a token crosses the network once a node, in place of once an expert.
+
+    Arrays of slots are by rank in this node, expert of that rank, node of the token,
+    and capacity.
+
+    Attributes:
+      direct: Route from rank to rank of the same slots, for one number of each choice.
+      token: Token of each row that is sent; out of range for none.
+      sent_rows: Rows that are sent of each token.
+      there_sizes: Row counts to the nodes.
+      back_sizes: Row counts of the way back.
+      row: Received row of each slot; out of range for an empty one.
+      slots: Slots of each received row.
+      nodes: Layout of the ranks on nodes.
+      form: Static shapes of the exchange between nodes.
+    """
+
+    direct: CapacityRoute
+    token: Int[Array, " sent"]
+    sent_rows: Int[Array, "tokens nodes"]
+    there_sizes: Segments
+    back_sizes: Segments
+    row: Int[Array, " slots"]
+    slots: Int[Array, "received most"]
+    nodes: Nodes = dataclasses.field(metadata={"static": True})
+    form: Exchange = dataclasses.field(metadata={"static": True})
+
+    def there(self, x: Tokens) -> Rows:
+        """Sends tokens to the experts that they chose, sorted by expert."""
+        rows = repeat_rows(x, self.token, self.sent_rows)
+        rows = exchange(self.form, self.there_sizes, self.back_sizes, rows)
+        rows = repeat_rows(rows, self.row, self.slots)
+        rows = self.nodes.all_to_all(rows, self.nodes.within)
+        index, local, node, capacity = self._dims
+        # By index of the source in its node, to rows by expert and rank of the source.
+        rows = rows.reshape(index, local, node, capacity, -1).transpose(1, 2, 0, 3, 4)
+        return rows.reshape(len(self.row), -1)
+
+    def per_choice(self, x: Tokens) -> Rows:
+        """Returns one row of each token: copies are made where they are sent."""
+        return x
+
+    def summed(self, out: Rows, weights: Float[Array, "tokens chosen"]) -> Tokens:
+        """Sends outputs back, and adds those of a token in each node and at the end.
+
+        Sums are in float32, each rounded to the dtype of `out`.
+        """
+        return self._summed(out, self._weights(weights))
+
+    def back(self, rows: Rows) -> Rows:
+        """Sends rows back, and adds those of a token."""
+        return self._summed(rows, None)
+
+    def by_token(self, rows: Rows) -> Float[Array, "tokens 1 embed"]:
+        """Returns sums by token, as of one choice."""
+        return rows[:, None]
+
+    def _summed(
+        self, out: Rows, weights: Float[Array, "received most"] | None
+    ) -> Tokens:
+        index, local, node, capacity = self._dims
+        rows = out.reshape(local, node, index, capacity, -1).transpose(2, 0, 1, 3, 4)
+        rows = rows.reshape(len(self.row), -1)
+        rows = self.nodes.all_to_all(rows, self.nodes.within)
+        sums = sum_rows(rows, self.slots, weights)
+        form = self.form.reversed
+        received: Rows = exchange(form, self.back_sizes, self.there_sizes, sums)
+        return sum_rows(received, self.sent_rows)
+
+    @property
+    def _dims(self) -> tuple[int, int, int, int]:
+        """Ranks in a node, experts of a rank, nodes, and slots of an expert."""
+        direct = self.direct
+        return self.nodes.size, direct.local, self.nodes.count, direct.capacity
+
+    def _weights(
+        self, weights: Float[Array, "tokens chosen"]
+    ) -> Float[Array, "received most"]:
+        """Returns the weights of the slots of each received row."""
+        direct = self.direct
+        flat = rearrange(direct.flat(weights), direct.item, direct.slot)[:, 0]
+        flat = self.nodes.all_to_all(flat, self.nodes.across)
+        return jnp.take(
+            by_slot(flat, self._dims), self.slots, mode="fill", fill_value=0
+        )
+
+
+def by_slot(numbers: Array, dims: tuple[int, int, int, int]) -> Array:
+    """Orders numbers from each node like the slots of a `NodeRoute`."""
+    index, local, node, capacity = dims
+    return numbers.reshape(node, index * local, capacity).swapaxes(0, 1).reshape(-1)
+
+
+def node_route(direct: CapacityRoute, nodes: Nodes) -> NodeRoute:
+    """Makes the route in two stages of the slots of a direct one.
+
+    Args:
+      direct: Route from rank to rank.
+      nodes: Layout of the ranks on nodes; no token has slots on more than
+        `nodes.most`.
+    """
+    most = min(nodes.most, direct.chosen)
+    on_node = direct.local * nodes.size * direct.capacity  # slots on a node
+    choices = direct.slot.reshape(direct.chosen, -1).T
+    # Each choice's node; the number of nodes for a dropped one.
+    node = choices // on_node
+    wanted = (node[..., None] == jnp.arange(nodes.count)[None, None]).any(1)
+    counts = wanted.sum(0, dtype=jnp.int32)
+    position = jnp.cumsum(wanted, axis=0, dtype=jnp.int32) - wanted
+    tokens = len(choices)
+    form = Exchange(
+        axis=nodes.axis,
+        rows=tokens * most,
+        most=min(tokens, on_node),
+        room=nodes.count * min(tokens, on_node),
+        groups=nodes.across,
+    )
+    starts = jnp.cumsum(counts) - counts
+    sent = jnp.where(wanted, starts[None] + position, form.rows)
+    token = jnp.full(form.rows, tokens, jnp.int32)
+    token = token.at[sent].set(
+        jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop"
+    )
+    there, back = segments_of(_pairs(counts, nodes), nodes.node)
+    row, slots = _slots_of_rows(direct, nodes, node, position, there, form)
+    # Sorted, the rows of a token precede the places of nodes without it.
+    sent_rows = jnp.sort(sent, axis=1)[:, :most]
+    return NodeRoute(direct, token, sent_rows, there, back, row, slots, nodes, form)
+
+
+def _pairs(counts: Int[Array, " nodes"], nodes: Nodes) -> Int[Array, "nodes nodes"]:
+    """Returns the rows from and to each node, of ranks of this rank's index.
+
+    An all-reduce over all ranks, as in the dispatch without nodes.
+    """
+    table = jnp.zeros((nodes.count * nodes.size, nodes.count), counts.dtype)
+    table = lax.psum(table.at[lax.axis_index(nodes.axis)].set(counts), nodes.axis)
+    table = table.reshape(nodes.count, nodes.size, nodes.count)
+    return lax.dynamic_index_in_dim(table, nodes.index, axis=1, keepdims=False)
+
+
+def _slots_of_rows(
+    direct: CapacityRoute,
+    nodes: Nodes,
+    node: Int[Array, "tokens chosen"],
+    position: Int[Array, "tokens nodes"],
+    there: Segments,
+    form: Exchange,
+) -> tuple[Int[Array, " slots"], Int[Array, "received most"]]:
+    """Returns the received row of each slot, and the slots of each received row.
+
+    Each rank tells the ranks that it sends rows which slots each row is for: per slot
+    the position of its row among those it sends there, and the slot's place among those
+    of that row.
+    """
+    most = direct.chosen  # A token may name an expert more than once.
+    before = jnp.tril(node[:, :, None] == node[:, None, :], -1).sum(-1)
+    own = jnp.take_along_axis(position, node, axis=1, mode="fill", fill_value=0)
+    entry = (own * most + before).astype(jnp.int32).T.reshape(-1)
+    entry = jnp.take(entry, direct.item, mode="fill", fill_value=-1)
+    entry = nodes.all_to_all(entry, nodes.across).reshape(nodes.count, -1)
+    starts = jnp.cumsum(there.received) - there.received
+    entry = jnp.where(entry < 0, form.room * most, entry + starts[:, None] * most)
+    dims = nodes.size, direct.local, nodes.count, direct.capacity
+    entry = by_slot(entry, dims)
+    slots = jnp.full(form.room * most, entry.size, jnp.int32)
+    numbers = jnp.arange(entry.size, dtype=jnp.int32)
+    slots = slots.at[entry].set(numbers, mode="drop").reshape(form.room, most)
+    return entry // most, slots
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def combine_by_node(
+    route: NodeRoute,
+    out: Rows,
+    weights: Float[Array, "tokens chosen"],
+    dispatch_dtype: jnp.dtype | None = None,
+) -> Tokens:
+    """Sends the experts' outputs back, and sums them by token, first in each node.
+
+    Backward sends the gradients of the sums as forward sends tokens, and computes the
+    gradient of a weight where the expert is, as `combine` does: one number of each
+    choice goes there and back.
+
+    Args:
+      route: Route of the tokens.
+      out: Outputs of the experts of this rank, sorted by expert.
+      weights: Weight of each chosen expert's output.
+      dispatch_dtype: Dtype in which gradients of the sums are sent, see `send`.
+
+    Returns:
+      The weighted sums.
+    """
+    del dispatch_dtype
+    return route.summed(out, weights)
+
+
+def _forward(route, out, weights, dispatch_dtype):
+    del dispatch_dtype
+    return route.summed(out, weights), (route, out, weights)
+
+
+def _backward(dispatch_dtype, residuals, grad: Tokens):
+    route, out, weights = residuals
+    direct, wide = route.direct, jnp.promote_types(out.dtype, jnp.float32)
+    grads = send(route, grad, dispatch_dtype).astype(wide)
+    scales = direct.there(direct.flat(weights.astype(wide)))
+    products = (out.astype(wide) * grads).sum(-1, keepdims=True)
+    of_weights = direct.by_token(direct.back(products))[..., 0]
+    of_out = (grads * scales).astype(out.dtype)
+    return None, of_out, of_weights.astype(weights.dtype)
+
+
+combine_by_node.defvjp(_forward, _backward)
