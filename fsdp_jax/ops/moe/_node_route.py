@@ -53,9 +53,9 @@ class NodeRoute:
     nodes: Nodes = dataclasses.field(metadata={"static": True})
     form: Exchange = dataclasses.field(metadata={"static": True})
 
-    def there(self, x: Tokens) -> Rows:
+    def there(self, rows: Rows) -> Rows:
         """Sends tokens to the experts that they chose, sorted by expert."""
-        rows = repeat_rows(x, self.token, self.sent_rows)
+        rows = repeat_rows(rows, self.token, self.sent_rows)
         rows = exchange(self.form, self.there_sizes, self.back_sizes, rows)
         rows = repeat_rows(rows, self.row, self.slots)
         rows = self.nodes.all_to_all(rows, self.nodes.within)
@@ -197,12 +197,11 @@ def _slots_of_rows(
     return entry // most, slots
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def combine_by_node(
     route: NodeRoute,
     out: Rows,
     weights: Float[Array, "tokens chosen"],
-    dispatch_dtype: jnp.dtype | None = None,
+    dispatch_dtype: jnp.dtype | None,
 ) -> Tokens:
     """Sends the experts' outputs back, and sums them by token, first in each node.
 
@@ -219,11 +218,16 @@ def combine_by_node(
     Returns:
       The weighted sums.
     """
+    return _combine(dispatch_dtype, route, out, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(dispatch_dtype, route, out, weights):
     del dispatch_dtype
     return route.summed(out, weights)
 
 
-def _forward(route, out, weights, dispatch_dtype):
+def _forward(dispatch_dtype, route, out, weights):
     del dispatch_dtype
     return route.summed(out, weights), (route, out, weights)
 
@@ -239,4 +243,4 @@ def _backward(dispatch_dtype, residuals, grad: Tokens):
     return None, of_out, of_weights.astype(weights.dtype)
 
 
-combine_by_node.defvjp(_forward, _backward)
+_combine.defvjp(_forward, _backward)

@@ -18,23 +18,19 @@ Tokens = Float[Array, "tokens embed"]
 Index = Int[Array, " rows"]
 
 
-class Route(Protocol):
+class TokenRoute(Protocol):
     """A pytree of the arrays that a route needs; its methods differ in direction alone.
 
-    Rows are `[tokens * chosen, embed]` here, in the order of the route, and
-    `[room, embed]` where they are sorted by the experts of this rank.
+    Rows are in the order of the route here, and `[room, embed]` where they are sorted
+    by the experts of this rank.
     """
 
     def per_choice(self, x: Tokens) -> Rows:
-        """Repeats each token for each expert that it chose."""
+        """Repeats each token for each of its rows."""
         ...
 
-    def flat(self, choices: Float[Array, "tokens chosen"]) -> Float[Array, "rows 1"]:
-        """Returns one number of each choice as rows."""
-        ...
-
-    def by_token(self, rows: Rows) -> Float[Array, "tokens chosen embed"]:
-        """Returns rows by the token and the choice that they belong to."""
+    def by_token(self, rows: Rows) -> Float[Array, "tokens rows_of_token embed"]:
+        """Returns rows by the token that they belong to."""
         ...
 
     def there(self, rows: Rows) -> Rows:
@@ -43,6 +39,14 @@ class Route(Protocol):
 
     def back(self, rows: Rows) -> Rows:
         """Sends rows back to the ranks of their tokens; zeros for dropped ones."""
+        ...
+
+
+class Route(TokenRoute, Protocol):
+    """A route with a row for each expert that a token chose."""
+
+    def flat(self, choices: Float[Array, "tokens chosen"]) -> Float[Array, "rows 1"]:
+        """Returns one number of each choice as rows."""
         ...
 
 
