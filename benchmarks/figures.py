@@ -86,6 +86,12 @@ FIGURES = (
         )
         for jax, venv in LANES.items()
     ),
+    # XLA of jax 0.12 sends rows between nodes by an all-gather.
+    Figure(
+        "overlap_deepseek-v3-by-node-float8_jax0.10.2",
+        ("overlap.py --decoder deepseek-v3-by-node-float8 --out OUT",),
+        venv=LANES["jax0.10.2"],
+    ),
     Figure("experts", ("experts.py --layers 16 --out OUT",)),
     Figure(
         "foreign",

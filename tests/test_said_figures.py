@@ -462,3 +462,16 @@ def test_there_are_as_many_tests_of_hostile_files_as_said():
 
 def test_the_readme_says_the_budget_of_the_light_tests():
     assert f"at most {tiers.BUDGET:,.0f} CPU-seconds" in said("README.md")
+
+
+def test_tokens_once_a_node_and_in_float8_take_what_is_said():
+    both, neither = (
+        {row["batch_parts"]: row for row in read(f"overlap_{name}_jax0.10.2")["rows"]}
+        for name in ("deepseek-v3-by-node-float8", "deepseek-v3")
+    )
+    row = both[2]
+    assert (
+        f"take {row['step_ms'] / 1e3:.1f} s a step, "
+        f"{row['step_ms'] / row['floor_ms']:.2f} times its floor, in place of "
+        f"{neither[2]['step_ms'] / 1e3:.1f} s with neither"
+    ) in said("docs/pages/how-to/tensor-and-expert-parallelism.md")

@@ -283,8 +283,8 @@ def test_factors_of_a_vision_tower_are_none_of_the_text(hf, shapes, tmp_path):
     config = bridge.from_hf_config(hf.path)
     with pytest.raises(ValueError, match=facts("vision_tower")):
         bridge.load_hf_with_lora(hf.path, path, like_of(config))
-    match = facts("vision_tower.layers.0.self_attn.q_proj")
-    with pytest.raises(ValueError, match=match):
+    name = "vision_tower.layers.0.self_attn.q_proj"
+    with pytest.raises(ValueError, match=facts(name)):
         bridge.load_lora(path, config)
 
 
