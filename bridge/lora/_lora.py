@@ -70,8 +70,9 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
       >>> loaded.factors["layers.self_attn.q_proj.kernel"]["lora_a"].shape
       (2, 16, 4)
     """
+    opened = open_lora(path)
     family = find_family(config.model_type)
-    adapter = in_family(open_lora(path), family.mapping(config), config)
+    adapter = in_family(opened, family.mapping(config), config)
     if adapter.whole:
         raise ValueError(
             f"'{path}' saves whole tensors beside its factors; `load_hf_with_lora` "

@@ -150,10 +150,8 @@ def is_dispatch(plan: Plan, one: CommunicatedArray) -> bool:
         return False
     if one.op == "all-reduce":
         return one.dtype == "s32"
-    if (
-        one.op == "all-to-all" and one.dtype == "u8"
-    ):  # Tokens in float8; no gradient is.
-        return True
+    if one.op == "all-to-all" and one.dtype == "u8":
+        return True  # Tokens in float8; no gradient is sent in bytes.
     is_of_tokens = len(one.sent) == 1 or (
         len(one.sent) == 2 and one.sent[-1] in {1, *widths}
     )

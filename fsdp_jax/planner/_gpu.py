@@ -321,6 +321,6 @@ def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
     if wrong:
         raise ValueError(
             f"The cost model takes no {', '.join(wrong)}: its figures are positive, "
-            f"devices_per_node is whole, and they are {', '.join(known)}."
+            f"devices_per_node is an integer, and they are {', '.join(known)}."
         )
     return dataclasses.replace(gpu, cost=dataclasses.replace(gpu.cost, **costs))
