@@ -44,7 +44,7 @@ CLAIMS = [
     "overlap_llama-3-8b-cp_jax*: rows.*.exposed_of_step < 0.01",
     "overlap_llama-3-8b-cp_jax*: rows.*.temporaries_gb < 30",
     "float8_products: models.*.float8_over_bfloat16.last_loss <= 1.01",
-    "float8_products: models.*.float8_over_bfloat16.held_out_loss <= 1.01",
+    "float8_products: models.*.float8_over_bfloat16.held_out_loss <= 1.02",
     "foreign: compared.*.hides_enough == 1",
     "foreign: compared.*.needs_little_more == 1",
     "foreign: compared.*.faster_than_without >= 0.99",

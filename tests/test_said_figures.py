@@ -475,3 +475,19 @@ def test_tokens_once_a_node_and_in_float8_take_what_is_said():
         f"{row['step_ms'] / row['floor_ms']:.2f} times its floor, in place of "
         f"{neither[2]['step_ms'] / 1e3:.1f} s with neither"
     ) in said("docs/pages/how-to/tensor-and-expert-parallelism.md")
+
+
+def test_training_with_products_in_float8_comes_to_what_is_said():
+    small, large = (read("float8_products")["models"][name] for name in ("0.9m", "5m"))
+    last, held_out = (
+        [100 * (1 - one["float8_over_bfloat16"][name]) for one in (small, large)]
+        for name in ("last_loss", "held_out_loss")
+    )
+    wide = large["runs"]["bfloat16"]
+    for sentence in (
+        f"tenth is {last[0]:.1f} and {last[1]:.1f} % lower than in bfloat16",
+        f"is {held_out[0]:.1f} % lower and {-held_out[1]:.1f} % higher",
+        f"{wide['last_loss']:.2f} against {wide['held_out_loss']:.2f} held out",
+        f"{large['params'] / 1e6:.1f} million parameters",
+    ):
+        assert sentence in said("docs/pages/how-to/low-precision.md")
