@@ -163,12 +163,13 @@ SAVED_TOLERANCE = 0.1
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 def test_what_units_save_is_as_large_as_xla_makes_it(is_known, monkeypatch):
-    """jax marks what is saved by `reduce_precision`, which takes no memory itself."""
+    """XLA keeps each `tanh`, behind the `reduce_precision` by which jax 0.10 marks it.
+
+    Without it the prediction is a fourth too low.
+    """
     pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
     if not is_known:
-        views = _lifetimes.VIEWS - {"reduce_precision"}
-        monkeypatch.setattr(_lifetimes, "VIEWS", views)
-        monkeypatch.setattr(_lifetimes, "MAYBE_VIEWS", views | {"broadcast_in_dim"})
+        monkeypatch.setattr(_lifetimes, "EXPENSIVE", set())
     plan = fsdp.fully_shard(
         lambda key: Mlps(nnx.Rngs(key)),
         fsdp.make_mesh(devices=gpu_devices(GPUS["h200"], 8)),
