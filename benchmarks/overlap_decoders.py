@@ -165,6 +165,16 @@ DEEPSEEK_V3 = DecoderConfig(
     dense_layers=(0, 1, 2),
 )
 
+_DEEPSEEK_V3 = DecoderCase(
+    DEEPSEEK_V3,
+    256,
+    {"ep": 64},
+    rows=4,
+    capacity_factor=1.0,
+    batch_parts=(1, 2),
+)
+# Its router chooses experts of four groups, each on one node.
+_BY_NODE = {"ranks_per_node": 8, "nodes_per_token": 4}
 DECODERS = {
     "llama-3-8b-cp": DecoderCase(
         LLAMA_3_8B,
@@ -187,44 +197,11 @@ DECODERS = {
         capacity_factor=1.0,
         batch_parts=(1, 2),
     ),
-    "deepseek-v3": DecoderCase(
-        DEEPSEEK_V3,
-        256,
-        {"ep": 64},
-        rows=4,
-        capacity_factor=1.0,
-        batch_parts=(1, 2),
-    ),
-    "deepseek-v3-float8": DecoderCase(
-        DEEPSEEK_V3,
-        256,
-        {"ep": 64},
-        rows=4,
-        capacity_factor=1.0,
-        dispatch_dtype="float8",
-        batch_parts=(1, 2),
-    ),
-    # Its router chooses experts of four groups, each on one node.
-    "deepseek-v3-by-node": DecoderCase(
-        DEEPSEEK_V3,
-        256,
-        {"ep": 64},
-        rows=4,
-        capacity_factor=1.0,
-        ranks_per_node=8,
-        nodes_per_token=4,
-        batch_parts=(1, 2),
-    ),
-    "deepseek-v3-by-node-float8": DecoderCase(
-        DEEPSEEK_V3,
-        256,
-        {"ep": 64},
-        rows=4,
-        capacity_factor=1.0,
-        dispatch_dtype="float8",
-        ranks_per_node=8,
-        nodes_per_token=4,
-        batch_parts=(1, 2),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-v3-float8": dataclasses.replace(_DEEPSEEK_V3, dispatch_dtype="float8"),
+    "deepseek-v3-by-node": dataclasses.replace(_DEEPSEEK_V3, **_BY_NODE),
+    "deepseek-v3-by-node-float8": dataclasses.replace(
+        _DEEPSEEK_V3, dispatch_dtype="float8", **_BY_NODE
     ),
     "mixtral-8x7b-dropless": DecoderCase(
         MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, batch_parts=(1, 2)

@@ -264,12 +264,10 @@ def _last_reads(
         if i <= prefetch or is_outer or not (visit.gathers and before.readers):
             found.append(())
             continue
-        first, last = (
-            place[name_of(before.readers[0])],
-            place[name_of(visit.gathers[0])],
-        )
+        first = place[name_of(before.readers[0])]
+        window = eqns[first : place[name_of(visit.gathers[0])]]
         known = _started(visits, i - prefetch)
-        found.append(unimplied_reads(eqns[first:last], before.readers, known))
+        found.append(unimplied_reads(window, before.readers, known))
     return found
 
 

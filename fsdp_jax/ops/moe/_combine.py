@@ -34,7 +34,7 @@ def combine(
         `send`.
 
     Returns:
-      The weighted sums, added in float32 and rounded once to the dtype of `out`.
+      The weighted sums, see `Route.summed`.
     """
     return _combine(dispatch_dtype, route, out, weights)
 
@@ -42,9 +42,7 @@ def combine(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(dispatch_dtype, route, out, weights):
     del dispatch_dtype
-    rows, wide = route.by_token(route.back(out)), _wide(out)
-    summed = jnp.einsum("tce,tc->te", rows.astype(wide), weights.astype(wide))
-    return summed.astype(out.dtype)
+    return route.summed(out, weights)
 
 
 def _forward(dispatch_dtype, route, out, weights):
@@ -53,17 +51,13 @@ def _forward(dispatch_dtype, route, out, weights):
 
 def _backward(dispatch_dtype, residuals, grad: Tokens):
     route, out, weights = residuals
-    wide = _wide(out)
+    direct, wide = route.direct, jnp.promote_types(out.dtype, jnp.float32)
     grads = send(route, grad, dispatch_dtype).astype(wide)
-    scales = route.there(route.flat(weights.astype(wide)))
+    scales = direct.there(direct.flat(weights.astype(wide)))
     products = (out.astype(wide) * grads).sum(-1, keepdims=True)
-    of_weights = route.by_token(route.back(products))[..., 0]
+    of_weights = direct.by_token(direct.back(products))[..., 0]
     of_out = (grads * scales).astype(out.dtype)
     return None, of_out, of_weights.astype(weights.dtype)
 
 
 _combine.defvjp(_forward, _backward)
-
-
-def _wide(out: Rows) -> jnp.dtype:
-    return jnp.promote_types(out.dtype, jnp.float32)

@@ -12,10 +12,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from fsdp_jax._scopes import EXPERT_DISPATCH
 from fsdp_jax.ops.moe._all_to_all import Exchange, segments_of
 from fsdp_jax.ops.moe._combine import combine
 from fsdp_jax.ops.moe._gather_rows import inverse_of
-from fsdp_jax.ops.moe._node_route import combine_by_node, node_route
+from fsdp_jax.ops.moe._node_route import node_route
 from fsdp_jax.ops.moe._nodes import nodes_of, within_limit
 from fsdp_jax.ops.moe._routes import CapacityRoute, RaggedRoute, Rows, Tokens
 from fsdp_jax.ops.moe._send import check_dispatch_dtype, send
@@ -86,7 +87,7 @@ def expert_parallel_dispatch(
     flat = experts.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat)  # stable: equal experts keep the tokens' order
     counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
-    with jax.named_scope("expert_dispatch"):
+    with jax.named_scope(EXPERT_DISPATCH):
         if ranks == 1:
             inverse = inverse_of(order)
             route = RaggedRoute(order, inverse, None, None, None, None, chosen, None)
@@ -216,17 +217,13 @@ def expert_capacity_dispatch(
     # Flattened choice-major, so that all first choices precede all second ones.
     item = jnp.full(places, slot.size, jnp.int32)
     item = item.at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop")
-    route = CapacityRoute(item, slot, chosen, ranks, local, capacity, axis)
-    with jax.named_scope("expert_dispatch"):
+    direct = CapacityRoute(item, slot, chosen, ranks, local, capacity, axis)
+    with jax.named_scope(EXPERT_DISPATCH):
         # A numpy array, so that `run` can see statically that all groups are equal.
         sizes = np.full(local, ranks * capacity, np.int32)
-        if nodes is None:
-            rows = run(send(route, x, dispatch_dtype), sizes)
-            y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
-        else:
-            by_node = node_route(route, nodes)
-            rows = run(send(by_node, x, dispatch_dtype), sizes)
-            y = combine_by_node(by_node, rows, weights, dispatch_dtype).astype(x.dtype)
+        route = direct if nodes is None else node_route(direct, nodes)
+        rows = run(send(route, x, dispatch_dtype), sizes)
+        y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
     dropped = (~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
     return y, dropped
 

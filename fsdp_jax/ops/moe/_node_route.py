@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from fsdp_jax.ops.moe._gather_rows import rearrange
 from fsdp_jax.ops.moe._nodes import Nodes
 from fsdp_jax.ops.moe._repeat_rows import repeat_rows, sum_rows
 from fsdp_jax.ops.moe._routes import CapacityRoute, Rows, Tokens
-from fsdp_jax.ops.moe._send import send
 
 
 @jax.tree_util.register_dataclass
@@ -195,52 +193,3 @@ def _slots_of_rows(
     numbers = jnp.arange(entry.size, dtype=jnp.int32)
     slots = slots.at[entry].set(numbers, mode="drop").reshape(form.room, most)
     return entry // most, slots
-
-
-def combine_by_node(
-    route: NodeRoute,
-    out: Rows,
-    weights: Float[Array, "tokens chosen"],
-    dispatch_dtype: jnp.dtype | None,
-) -> Tokens:
-    """Sends the experts' outputs back, and sums them by token, first in each node.
-
-    Backward sends the gradients of the sums as forward sends tokens, and computes the
-    gradient of a weight where the expert is, as `combine` does: one number of each
-    choice goes there and back.
-
-    Args:
-      route: Route of the tokens.
-      out: Outputs of the experts of this rank, sorted by expert.
-      weights: Weight of each chosen expert's output.
-      dispatch_dtype: Dtype in which gradients of the sums are sent, see `send`.
-
-    Returns:
-      The weighted sums.
-    """
-    return _combine(dispatch_dtype, route, out, weights)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(dispatch_dtype, route, out, weights):
-    del dispatch_dtype
-    return route.summed(out, weights)
-
-
-def _forward(dispatch_dtype, route, out, weights):
-    del dispatch_dtype
-    return route.summed(out, weights), (route, out, weights)
-
-
-def _backward(dispatch_dtype, residuals, grad: Tokens):
-    route, out, weights = residuals
-    direct, wide = route.direct, jnp.promote_types(out.dtype, jnp.float32)
-    grads = send(route, grad, dispatch_dtype).astype(wide)
-    scales = direct.there(direct.flat(weights.astype(wide)))
-    products = (out.astype(wide) * grads).sum(-1, keepdims=True)
-    of_weights = direct.by_token(direct.back(products))[..., 0]
-    of_out = (grads * scales).astype(out.dtype)
-    return None, of_out, of_weights.astype(weights.dtype)
-
-
-_combine.defvjp(_forward, _backward)

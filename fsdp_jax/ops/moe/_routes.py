@@ -18,12 +18,17 @@ Tokens = Float[Array, "tokens embed"]
 Index = Int[Array, " rows"]
 
 
-class TokenRoute(Protocol):
+class Route(Protocol):
     """A pytree of the arrays that a route needs; its methods differ in direction alone.
 
     Rows are in the order of the route here, and `[room, embed]` where they are sorted
     by the experts of this rank.
     """
+
+    @property
+    def direct(self) -> ChoiceRoute:
+        """Route from rank to rank, for one number of each choice."""
+        ...
 
     def per_choice(self, x: Tokens) -> Rows:
         """Repeats each token for each of its rows."""
@@ -41,13 +46,28 @@ class TokenRoute(Protocol):
         """Sends rows back to the ranks of their tokens; zeros for dropped ones."""
         ...
 
+    def summed(self, out: Rows, weights: Float[Array, "tokens chosen"]) -> Tokens:
+        """Sends outputs back, and returns their weighted sums by token.
 
-class Route(TokenRoute, Protocol):
+        Sums are in float32, rounded to the dtype of `out`.
+        """
+        ...
+
+
+class ChoiceRoute(Route, Protocol):
     """A route with a row for each expert that a token chose."""
 
     def flat(self, choices: Float[Array, "tokens chosen"]) -> Float[Array, "rows 1"]:
         """Returns one number of each choice as rows."""
         ...
+
+
+def _weighted(
+    route: Route, out: Rows, weights: Float[Array, "tokens chosen"]
+) -> Tokens:
+    wide = jnp.promote_types(out.dtype, jnp.float32)
+    rows = route.by_token(route.back(out)).astype(wide)
+    return jnp.einsum("tce,tc->te", rows, weights.astype(wide)).astype(out.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +94,13 @@ class RaggedRoute:
     by_source: Index | None
     chosen: int = dataclasses.field(metadata={"static": True})
     form: Exchange | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def direct(self) -> RaggedRoute:
+        return self
+
+    def summed(self, out: Rows, weights: Float[Array, "tokens chosen"]) -> Tokens:
+        return _weighted(self, out, weights)
 
     def per_choice(self, x: Tokens) -> Rows:
         return jnp.repeat(x, self.chosen, axis=0)
@@ -124,6 +151,13 @@ class CapacityRoute:
     local: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
     axis: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def direct(self) -> CapacityRoute:
+        return self
+
+    def summed(self, out: Rows, weights: Float[Array, "tokens chosen"]) -> Tokens:
+        return _weighted(self, out, weights)
 
     def per_choice(self, x: Tokens) -> Rows:
         return jnp.tile(x, (self.chosen, 1))

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fsdp_jax.ops.moe._packed_rows import pack, unpack
-from fsdp_jax.ops.moe._routes import Rows, TokenRoute, Tokens
+from fsdp_jax.ops.moe._routes import Route, Rows, Tokens
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 
 
-def send(route: TokenRoute, x: Tokens, dispatch_dtype: jnp.dtype | None) -> Rows:
+def send(route: Route, x: Tokens, dispatch_dtype: jnp.dtype | None) -> Rows:
     """Sends each token to the experts that it chose.
 
     Tokens, and with `combine` the gradients of their sums, go there in this dtype. What
@@ -20,7 +20,7 @@ def send(route: TokenRoute, x: Tokens, dispatch_dtype: jnp.dtype | None) -> Rows
     token, and a rounding of each would add to the sum.
 
     Args:
-      route: TokenRoute of the tokens.
+      route: Route of the tokens.
       x: Tokens, or as many gradients.
       dispatch_dtype: float8_e4m3fn; None for the dtype of `x`.
 
@@ -33,7 +33,7 @@ def send(route: TokenRoute, x: Tokens, dispatch_dtype: jnp.dtype | None) -> Rows
 
 
 @jax.custom_vjp
-def _send_float8(route: TokenRoute, x: Tokens) -> Rows:
+def _send_float8(route: Route, x: Tokens) -> Rows:
     """Rounds a token once, before it is repeated for its experts.
 
     What is sent are bytes: XLA could move the conversion of a float8 array across the
