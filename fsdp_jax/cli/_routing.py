@@ -77,6 +77,11 @@ class Routing:
         """Dispatch function of the decoder."""
         dtype = _DISPATCH_DTYPES[self.dispatch_dtype]
         if self.capacity_factor is None:
+            if self.ranks_per_node is not None:
+                raise ValueError(
+                    f"ranks_per_node={self.ranks_per_node} needs a capacity_factor: "
+                    "without one each expert is sent a copy of its own."
+                )
             return functools.partial(
                 fsdp.ops.expert_parallel_dispatch, dispatch_dtype=dtype
             )

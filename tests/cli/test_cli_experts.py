@@ -97,3 +97,9 @@ def test_a_bias_that_is_not_there_cannot_follow_the_load():
         ValueError, match=facts("--expert-bias-rate 0.001", "olmoe", "--aux-loss-coef")
     ):
         Routing(expert_bias_rate=1e-3).check(bridge.from_hf_config(hf_fields("olmoe")))
+
+
+def test_one_copy_a_node_needs_a_capacity():
+    routing = Routing(ranks_per_node=8)
+    with pytest.raises(ValueError, match=facts("ranks_per_node=8", "capacity_factor")):
+        _ = routing.dispatch

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers.experts import EMBED, EXPERTS, LAYERS, WIDTH, plan_of
+from helpers.liveness import fullest
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
@@ -19,7 +20,6 @@ from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.planner._transposed_copies import transposed_bytes
-from fsdp_jax.planner.liveness._lifetimes import lifetimes
 from fsdp_jax.planner.liveness._trace import flatten
 
 GROUPS, ROWS, DIM = 4, 64, 32
@@ -27,18 +27,6 @@ BYTES = 4 * ROWS * DIM
 X = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 KERNEL = jax.ShapeDtypeStruct((GROUPS, DIM, DIM), jnp.float32)
 SIZES = jax.ShapeDtypeStruct((GROUPS,), jnp.int32)
-
-
-def fullest(fn, *args):
-    """The most bytes of a function without loops that lie in memory at once."""
-    program = flatten(jax.make_jaxpr(fn)(*args).jaxpr)
-    found = lifetimes(program, set(program.inputs))
-    live, most = set(), 0
-    for made, dead in zip(found.made_at, found.dead_after, strict=True):
-        live |= set(made)
-        most = max(most, sum(value.bytes for value in live))
-        live -= set(dead)
-    return most
 
 
 def test_a_ragged_product_reads_its_rows_once_per_group():

@@ -6,30 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers.liveness import fullest
 from helpers.llama import RECOMPUTE, Llama, tokens
 
 import fsdp_jax as fsdp
 from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._memory import predict_memory
-from fsdp_jax.planner.liveness._lifetimes import lifetimes
 from fsdp_jax.planner.liveness._trace import flatten, on_one_device
 
 pytestmark = pytest.mark.versions
 
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 BYTES = 64 * 64 * 4
-
-
-def fullest(fn, *args):
-    """The most bytes of a function without loops that lie in memory at once."""
-    program = flatten(jax.make_jaxpr(fn)(*args).jaxpr)
-    found = lifetimes(program, set(program.inputs))
-    live, most = set(), 0
-    for made, dead in zip(found.made_at, found.dead_after, strict=True):
-        live |= set(made)
-        most = max(most, sum(value.bytes for value in live))
-        live -= set(dead)
-    return most
 
 
 def test_what_products_read_and_write_is_there_as_a_whole():
