@@ -211,12 +211,19 @@ def collectives(ranks_per_node, nodes_per_token):
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     pattern = (
-        r'(ragged_all_to_all|"stablehlo\.all_to_all").*?replica_groups = dense<(.*?)>'
+        r'(ragged_all_to_all|"stablehlo\.all_to_all").*?replica_groups = '
+        r"(?:dense<(.*?)>|#stablehlo\.replica_group_mesh_axes<.*?>\]>)"
         rf".*?: \(tensor<(\d+)x{EMBED}xf64>"
     )
+    # Newer jax names a group of all ranks of an axis by the axis; there is one axis.
+    everyone = json.dumps([list(range(RANKS))])
     return [
-        (op.strip('"').removeprefix("stablehlo."), json.loads(groups), int(rows))
-        for op, groups, rows in re.findall(pattern, text)
+        (
+            op.strip('"').removeprefix("stablehlo."),
+            json.loads(ranks or everyone),
+            int(rows),
+        )
+        for op, ranks, rows in re.findall(pattern, text)
     ]
 
 
