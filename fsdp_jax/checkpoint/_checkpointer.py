@@ -29,7 +29,7 @@ from fsdp_jax.checkpoint._multihost import gather
 from fsdp_jax.checkpoint._objects import Extra
 from fsdp_jax.checkpoint._paths import as_path
 from fsdp_jax.checkpoint._rollback import make_way
-from fsdp_jax.checkpoint._save import Beside, check_free
+from fsdp_jax.checkpoint._save import Beside, check_free, savable_step
 from fsdp_jax.checkpoint._steps import (
     Step,
     committed_steps,
@@ -278,7 +278,7 @@ class Checkpointer:
         local = not stop and self._local is not None and self._local.is_due(step)
         if not persistent and not local:
             return False
-        if step != int(state.step):
+        if step != savable_step(state):
             raise ValueError(
                 f"save({step}, state): the state's own step is {state.step}."
             )

@@ -32,6 +32,7 @@ from fsdp_jax.checkpoint._run_id import make_run_id
 from fsdp_jax.checkpoint._steps import committed_steps, latest_step, state_directory
 from fsdp_jax.checkpoint._typed_json import encode
 from fsdp_jax.checkpoint._zarr import is_dtype_stored
+from fsdp_jax.training._donation import check_not_donated
 from fsdp_jax.training._state import TrainState
 
 
@@ -63,9 +64,10 @@ def save(
 
     Raises:
       ValueError: If the directory has this step or a later one: a committed step is
-        never overwritten, and an older step would never be the newest. If another
-        process, or an open `Checkpointer`, writes to it. If `metadata` has other types,
-        or `state` or `extras` contain values that cannot be stored.
+        never overwritten, and an older step would never be the newest. If `state` is no
+        `TrainState`, or was donated to a step. If another process, or an open
+        `Checkpointer`, writes to it. If `metadata` has other types, or `state` or
+        `extras` contain values that cannot be stored.
       ObjectStoreError: If the path is in an object store, and it does not answer.
 
     Examples:
@@ -77,7 +79,7 @@ def save(
       {'hidden_size': 16}
     """
     directory = as_path(path)
-    step = int(state.step)
+    step = savable_step(state)
     checked = check_save(step, state, Beside(metadata, extras, files))
     with leased(path):
         arguments = prepare(path, step, checked)
@@ -87,6 +89,18 @@ def save(
             with outages(directory / str(step)):
                 steps.save(step, args=arguments, force=True)
             raise_failure(handler, directory / str(step))
+
+
+def savable_step(state: Any) -> int:
+    """Returns the step of a state, or raises a `ValueError` if it cannot be saved."""
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"save: got a {type(state).__name__}, not a TrainState. Save the state of "
+            "training, or make one of weights with fsdp_jax.init_state(plan, tx, "
+            "params)."
+        )
+    check_not_donated(state, "state")
+    return int(state.step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,10 @@ from fsdp_jax._tree import PyTree, matches, named_leaves, unmatched
 from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
 from fsdp_jax.sharding._plan import Plan
 
+_MOST_SHOWN = 5
+_NO_NUMBERS = "OSUMm"
+"""Kinds of numpy dtypes that jax has none for: objects, strings and times."""
+
 
 def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
     """Raises a `ValueError` unless all rows divide into ranks and microbatches.
@@ -23,14 +27,7 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
       num_microbatches: Number of microbatches per step.
     """
     leaves = named_leaves(batch)
-    plain = [
-        f"{name or 'batch'}: {leaf!r}" for name, leaf in leaves if not _is_array(leaf)
-    ]
-    if plain:
-        raise ValueError(
-            f"A batch holds arrays of rows; got {', '.join(plain)}. Close over what is "
-            "no row, or make it an array of rows."
-        )
+    _check_arrays(leaves)
     scalars = [name or "batch" for name, leaf in leaves if leaf.ndim == 0]
     rows = {name or "batch": leaf.shape[0] for name, leaf in leaves if leaf.ndim}
     if scalars or not rows or len(set(rows.values())) > 1:
@@ -51,6 +48,30 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
         )
     if plan.mesh.shape["cp"] > 1:
         _check_sequences(plan, leaves)
+
+
+def _check_arrays(leaves: Sequence[tuple[str, Any]]) -> None:
+    """Raises a `ValueError` unless all leaves are arrays that jax can hold."""
+    wrong = [
+        f"{name or 'batch'}: {_shown(leaf)}"
+        for name, leaf in leaves
+        if not _is_array(leaf)
+    ]
+    if wrong:
+        more = len(wrong) - _MOST_SHOWN
+        raise ValueError(
+            f"A batch holds arrays of rows; got {', '.join(wrong[:_MOST_SHOWN])}"
+            f"{f' and {more} more' if more > 0 else ''}. Close over what is no row; "
+            "make lists and the tensors of other libraries numpy arrays, as in "
+            '{"x": numpy.asarray(x)}.'
+        )
+
+
+def _shown(leaf: Any) -> str:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        kind = type(leaf)
+        return f"{kind.__module__}.{kind.__name__} of {leaf.dtype}"
+    return repr(leaf)
 
 
 def _check_sequences(plan: Plan, leaves: Sequence[tuple[str, Any]]) -> None:
@@ -76,7 +97,8 @@ def _check_sequences(plan: Plan, leaves: Sequence[tuple[str, Any]]) -> None:
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+    return isinstance(leaf, kinds) and leaf.dtype.kind not in _NO_NUMBERS
 
 
 def place_batch(plan: Plan, batch: PyTree) -> PyTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -29,6 +30,35 @@ _TRACED = (
 )
 
 
+def check_make_model(make_model: Any) -> None:
+    """Raises a `ValueError` unless it is a function that takes one argument, a key."""
+    if isinstance(make_model, nnx.Module | linen.Module):
+        name = type(make_model).__name__
+        raise ValueError(
+            f"make_model is a {name}. Pass a function that makes it from a PRNG key, "
+            "as in `lambda key: Model(rngs=nnx.Rngs(key))` or, for linen, `lambda key: "
+            "model.init(key, x)`."
+        )
+    if not callable(make_model):
+        raise ValueError(
+            f"make_model is a {type(make_model).__name__}. Pass a function of a PRNG "
+            "key that returns the model or its weights."
+        )
+    # flax's classes are called with any arguments, which they pass to `__init__`.
+    is_class = inspect.isclass(make_model)
+    try:
+        signature = inspect.signature(make_model.__init__ if is_class else make_model)
+    except (TypeError, ValueError):  # Some functions written in C have none.
+        return
+    try:
+        signature.bind(*((None, None) if is_class else (None,)))
+    except TypeError as error:
+        raise ValueError(
+            f"make_model takes {signature}, and is called with one PRNG key ({error}). "
+            "Write e.g. `lambda key: Model(config, rngs=nnx.Rngs(key))`."
+        ) from error
+
+
 def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
     """Runs `make_model(key)` under a trace, with its arrays found as in an eager call.
 
@@ -48,6 +78,12 @@ def trace_model(make_model: Callable[[jax.Array], Any], key: jax.Array) -> Any:
             "Compute such numbers with numpy (np.linspace for jnp.linspace) or math, "
             "or compute and read them under jax.ensure_compile_time_eval()."
         ) from error
+    except Exception as error:
+        error.add_note(
+            "Raised by make_model(key), which is called with a PRNG key of jax and "
+            "under a trace; flax.nnx takes nnx.Rngs(key)."
+        )
+        raise
     problems = []
     if isinstance(model, nnx.Module):
         for path, module in nnx.iter_modules(model):

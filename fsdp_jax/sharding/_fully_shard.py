@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax._tree import matches, named_leaves, unmatched
 from fsdp_jax.sharding._adapted_model import with_lora
+from fsdp_jax.sharding._attributes import check_make_model
 from fsdp_jax.sharding._config import FSDPConfig, Placements
 from fsdp_jax.sharding._expert_parallel import check_experts, expert_dim, without_ep
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, check_axes, num_devices
@@ -69,9 +70,10 @@ def fully_shard(
       The plan.
 
     Raises:
-      ValueError: If the mesh lacks an axis of `make_mesh`, or has several devices on
-        `tp` or `cp` that the config does not use; if a unit or a pattern matches
-        nothing, or the placements do not fit the mesh; all offenders in one message.
+      ValueError: If `make_model` is no function of one argument; if the mesh lacks an
+        axis of `make_mesh`, or has several devices on `tp` or `cp` that the config does
+        not use; if a unit or a pattern matches nothing, or the placements do not fit
+        the mesh; all offenders in one message.
 
     Examples:
       >>> plan = fsdp.fully_shard(make_model, mesh, units=[fsdp.Stacked("layers")])
@@ -83,6 +85,7 @@ def fully_shard(
       a parameter without one is padded.
     """
     config = config or FSDPConfig()
+    check_make_model(make_model)
     check_axes(
         mesh,
         tensor_parallel=bool(config.tensor_parallel),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fsdp_jax._tree import matches, named_leaves
@@ -58,7 +58,7 @@ def listed(units: Sequence[UnitSpec]) -> list[UnitSpec]:
     """Returns the units as a list.
 
     Raises:
-      ValueError: If they are one unit, which would be iterated, or None.
+      ValueError: If they are one unit, which would be iterated, or no list.
     """
     if isinstance(units, (str, Stacked)) or callable(units):
         shown = _name(units)
@@ -67,6 +67,11 @@ def listed(units: Sequence[UnitSpec]) -> list[UnitSpec]:
         raise ValueError(
             "units=None is not a list: leave it out to gather all parameters when the "
             "step begins, or name the layers, as in units=[Block]."
+        )
+    if not isinstance(units, Iterable):
+        raise ValueError(
+            f"units is a {type(units).__name__}, not a list. Name the layers, as in "
+            "units=[Block]; a config is passed as config=..."
         )
     return list(units)
 

@@ -122,7 +122,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             states_take_constants(),
         ):
             out = loss_fn(model, batch, **extra)
-        loss, aux = out if form.has_aux or _has_update(out) else (out, None)
+        loss, aux = _loss_and_aux(out, form)
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
         is_training = any(s.grad_buffer is not None for s in shards)
         model_state, aux = _written(plan, model, model_state, aux, is_training)
@@ -287,6 +287,19 @@ def _has_update(out: Any) -> bool:
     return isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], UpdatedModel)
 
 
+def _loss_and_aux(out: Any, form: LossForm) -> tuple[Any, Any]:
+    if not form.has_aux and not _has_update(out):
+        return out, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        shown = "array" if isinstance(out, jax.Array) else type(out).__name__
+        raise ValueError(
+            f"With has_aux=True loss_fn returns (loss, aux); it returned: {shown}. "
+            "Leave has_aux out if there is no aux."
+        )
+    loss, aux = out
+    return loss, aux
+
+
 def _sum_and_count(loss: Any) -> tuple[Any, Any]:
     if not isinstance(loss, tuple) or len(loss) != 2:
         raise ValueError(
@@ -298,13 +311,18 @@ def _sum_and_count(loss: Any) -> tuple[Any, Any]:
 
 
 def _checked_loss(loss: Any) -> Float[Array, ""]:
+    if loss is None or isinstance(loss, tuple | list | dict):
+        raise ValueError(_no_loss(type(loss).__name__))
     loss = jnp.asarray(loss)
     if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(
-            f"loss_fn returned {loss.dtype}{list(loss.shape)}; a loss is one floating-"
-            "point number, the mean over the rows it was given. Take the mean, or pass "
-            "has_aux=True if it returns (loss, aux), calculate_per_token_loss=True if "
-            "it returns (sum, count)."
-        )
+        raise ValueError(_no_loss(f"{loss.dtype}{list(loss.shape)}"))
     # It is summed over microbatches and ranks, which would lose digits in bfloat16.
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+
+
+def _no_loss(returned: str) -> str:
+    return (
+        f"loss_fn returned {returned}; a loss is one floating-point number, the mean "
+        "over the rows it was given. Return the mean, or pass has_aux=True if it "
+        "returns (loss, aux), calculate_per_token_loss=True if it returns (sum, count)."
+    )

@@ -15,6 +15,7 @@ from fsdp_jax.sharding._ambient_mesh import own_mesh
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm, takes_key
 from fsdp_jax.step._model_state import check_call
+from fsdp_jax.training._call_check import ParamsWatch
 from fsdp_jax.training._cpu_sync import settle
 from fsdp_jax.training._gradients import global_loss
 
@@ -48,8 +49,10 @@ def make_eval_step(
     form = LossForm(has_aux, calculate_per_token_loss)
     compute = jax.jit(global_loss(plan, loss_fn, form))
     needs_key = takes_key(loss_fn)
+    watch = ParamsWatch(plan)
 
     def evaluate(params, batch, *, key=None, model_state=None):
+        watch.look(params)
         check_call(plan, needs_key, key, model_state)
         check_batch(plan, batch, 1)
         key = jax.random.key(0) if key is None else key

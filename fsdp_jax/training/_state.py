@@ -24,7 +24,7 @@ from fsdp_jax.sharding._padded import Padded, pack, unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._loss_scale import LossScale, ScaleState
 from fsdp_jax.training._opt_state_layout import abstract_opt_state
-from fsdp_jax.training._state_check import check_fits, check_opt_state
+from fsdp_jax.training._state_check import check_fits, check_key, check_opt_state
 from fsdp_jax.training._trainable import seen_by_optimizer
 
 
@@ -85,11 +85,15 @@ def init_params(plan: Plan, key: Key[Array, ""]) -> PyTree:
     Returns:
       Parameters that match `plan.params`, with the same values on every mesh.
 
+    Raises:
+      ValueError: If `key` is not a PRNG key.
+
     Examples:
       >>> params = fsdp.init_params(plan, jax.random.key(0))
       >>> params["head"].addressable_shards[0].data.shape
       (2, 16)
     """
+    check_key(key, "init_params")
 
     def make(key):
         params, _ = plan.model.split(trace_model(plan.make_model, key))

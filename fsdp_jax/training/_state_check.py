@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fsdp_jax._tree import PyTree, tree_differences
@@ -12,6 +13,17 @@ from fsdp_jax.sharding._padded import Padded
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._optimizer import abstract_optimizer_state
 from fsdp_jax.training._trainable import seen_by_optimizer
+
+
+def check_key(key: Any, function: str) -> None:
+    """Raises a `ValueError` unless `key` is one PRNG key, typed or of two words."""
+    dtype = getattr(key, "dtype", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not is_typed and (dtype != jnp.uint32 or key.ndim != 1):
+        shown = repr(key) if dtype is None else f"{dtype}{list(key.shape)}"
+        raise ValueError(
+            f"{function}(key={shown}): pass a PRNG key, such as jax.random.key(0)."
+        )
 
 
 def check_opt_state(
@@ -34,8 +46,9 @@ def check_fits(tree: PyTree, abstract: PyTree, what: str) -> None:
         raise ValueError(
             f"{what} does not fit the plan in {len(problems)} place(s):\n  "
             + "\n  ".join(problems)
-            + "\nMake it with init_params(plan, key), or load it with "
-            "like=abstract_state(plan, tx)."
+            + "\nMake it with init_params(plan, key), load it with "
+            "like=abstract_state(plan, tx), or place weights of the right shapes and "
+            "dtypes with jax.device_put(params, plan.shardings)."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -19,6 +20,7 @@ from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm, takes_key
 from fsdp_jax.step._model_state import check_call
+from fsdp_jax.training._call_check import ParamsWatch, StateWatch, is_traced
 from fsdp_jax.training._compiler_options import options_for
 from fsdp_jax.training._cpu_sync import settle
 from fsdp_jax.training._grad_check import raise_if_not_finite
@@ -85,8 +87,10 @@ def value_and_grad(
         return value, unpack(grads)
 
     compute = jax.jit(logical, out_shardings=(None, shardings))
+    watch = ParamsWatch(plan)
 
     def fn(params, batch, *, key=None, model_state=None):
+        watch.look(params)
         check_call(plan, needs_key, key, model_state)
         check_batch(plan, batch, num_microbatches)
         key = jax.random.key(0) if key is None else key
@@ -100,13 +104,18 @@ def value_and_grad(
     return fn
 
 
-@dataclasses.dataclass(frozen=True)
+# Compared and hashed by identity, as functions are: jax.lax.scan hashes what it runs.
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainStep:
     """Jitted training step: `state, metrics = step(state, batch)`.
+
+    It is a function of arrays too, for `jax.lax.scan(step, state, batches)` or a
+    `jax.jit` of one's own, to which one passes `compiler_options`.
 
     Attributes:
       plan: Plan that it was made for.
       num_microbatches: Number of microbatches per step.
+      abstract: State that it takes and returns, as `abstract_state` makes it.
       jitted: `jax.jit` function of `(state, batch)`; the state is donated.
       on_nonfinite: Option of `make_train_step`; with `"raise"` each call blocks on its
         step and checks the gradients.
@@ -116,31 +125,62 @@ class TrainStep:
 
     plan: Plan
     num_microbatches: int
+    abstract: TrainState
     jitted: Any
     on_nonfinite: OnNonfinite | None = None
     watch: MemoryWatch = dataclasses.field(default_factory=MemoryWatch)
     compiler_options: dict[str, bool | int | str] | None = None
     _calls: Iterator[int] = dataclasses.field(
-        default_factory=lambda: itertools.count(1), compare=False, repr=False
+        default_factory=lambda: itertools.count(1), repr=False
     )
+    _states: StateWatch = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_states", StateWatch(self.abstract))
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         """Runs one step; the old state is donated.
 
         Raises:
+          ValueError: If the state was donated to an earlier call or is not of the
+            step's plan and optimizer, or the batch does not divide into ranks and
+            microbatches.
           FloatingPointError: With `on_nonfinite="raise"`, if a gradient is not finite;
             it names the parameters and the step.
         """
         check_batch(self.plan, batch, self.num_microbatches)
-        report_progress(f"call {next(self._calls)} {TRAIN_STEP}")
+        self._states.look(state)
         batch = place_batch(self.plan, batch)
+        if is_traced(state, batch):
+            return self._traced(state, batch)
+        report_progress(f"call {next(self._calls)} {TRAIN_STEP}")
         with own_mesh(self.plan.mesh):
             self.watch.look(self.jitted, state, batch)
             # `state` is deleted by donation from here on.
             new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
+        self._states.keep(new)
         if self.on_nonfinite == "raise":
             raise_if_not_finite(self.plan, metrics["grad_peaks"], int(new.step))
         return new, metrics
+
+    def _traced(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
+        """Adds the step to the program that is being traced."""
+        if self.on_nonfinite == "raise":
+            raise ValueError(
+                "make_train_step(on_nonfinite='raise') reads the gradients after each "
+                "call, which a step within jax.jit or jax.lax.scan cannot. Use "
+                "on_nonfinite='skip'."
+            )
+        if self.compiler_options:
+            # jax takes options of the outermost program alone.
+            logging.getLogger("fsdp_jax").warning(
+                "A step within another jax.jit compiles with the options of that: pass "
+                "it compiler_options=step.compiler_options."
+            )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        inner = jax.jit(self.jitted.__wrapped__, out_shardings=(shardings, None))
+        with own_mesh(self.plan.mesh):
+            return inner(state, batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step for concrete or abstract arguments, for inspection."""
@@ -251,7 +291,9 @@ def make_train_step(
         compiler_options=xla_options,
     )
     watch = MemoryWatch(memory_limit)
-    return TrainStep(plan, num_microbatches, jitted, on_nonfinite, watch, xla_options)
+    return TrainStep(
+        plan, num_microbatches, abstract, jitted, on_nonfinite, watch, xla_options
+    )
 
 
 def _check_on_nonfinite(on_nonfinite: Any, loss_scale: LossScale | None) -> None:
