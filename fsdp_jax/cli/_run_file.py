@@ -45,7 +45,7 @@ def expand(words: Sequence[str], command: type) -> list[str]:
     Raises:
       ValueError: If the file is not YAML, or has unknown options or values of other
         types, all offenders in one message; or a run without a file is resumed without
-        `--data`.
+        `--data` and `--save`.
     """
     file, words = _split_file(words)
     sets, words = _split_sets(words)
@@ -56,7 +56,8 @@ def expand(words: Sequence[str], command: type) -> list[str]:
     elif (run := _value_of(words, "resume")) is not None:
         if Path(_value_of(words, "save") or run).absolute() == Path(run).absolute():
             values = _options_of_run(Path(run), schema)
-            if not values and _value_of(words, "data") is None:
+            given = (_value_of(words, option) for option in ("data", "save"))
+            if not values and None in given:
                 raise ValueError(
                     f"--resume '{run}': there is no {NAME} with the options of a run. "
                     "Check the path, or give --data and --save too."

@@ -158,3 +158,11 @@ def test_metrics_of_another_run_are_not_written_over(begun, capsys):
     assert main(argv) == 2
     assert str(other) in said(capsys)
     assert other.read_text() == "{}\n"
+
+
+def test_a_run_that_is_not_there_is_named_before_its_missing_options(tmp_path, capsys):
+    nowhere = str(tmp_path / "nowhere")
+    for given in ([], ["--data", "text.txt"]):
+        assert main(["train", "--resume", nowhere, "--steps", "3", *given]) == 2
+        told = said(capsys)
+        assert f"--resume '{nowhere}'" in told and "--save" in told
