@@ -94,7 +94,12 @@ FAMILY = Family(
         "enable_bias": True,
         "layer_norm_elementwise_affine": True,
     },
-    passthrough={"dropout": 0.1, "attention_dropout": 0.0, "layerdrop": 0.0},
+    passthrough={
+        "dropout": 0.1,
+        "attention_dropout": 0.0,
+        "layerdrop": 0.0,
+        "initializer_range": None,  # transformers reads init_std.
+    },
     key_mappings=(_key_mapping("model.decoder."), _key_mapping("decoder.")),
     ignore=ignore_tied_head,
 )

@@ -42,6 +42,7 @@ _READ_OF_ALL = frozenset(
     | {"torch_dtype", *TRUE}
 )
 _ROPES = ("rope_scaling", "rope_parameters")
+_POSITIONS = frozenset({*_ROPES, "rope_theta", "partial_rotary_factor"})
 _OFF = (None, False, [], {}, "")
 # What `auto_map` may name beside the code of a model.
 _NO_MODEL = frozenset(
@@ -106,6 +107,15 @@ def read_names(family: Family) -> frozenset[str]:
     )
 
 
+def not_turned(family: Family) -> frozenset[str]:
+    """Returns the fields of a rope, if the family's attention has no rope.
+
+    transformers reads them of every config, and turns nothing in such a model.
+    """
+    has_none = family.constants.get("rope", ...) is None
+    return _POSITIONS if has_none else frozenset()
+
+
 def not_ignorable(family: Family, ignore_fields: Collection[str]) -> list[str]:
     """Returns a line for each name that is read, and so cannot be ignored.
 
@@ -151,6 +161,8 @@ def _is_inert(family: Family, name: str, value: Any) -> bool:
 
 def _refusal(family: Family, name: str, value: Any, remote: list[str]) -> str | None:
     said = f"{name} = {value!r}: this field is not modelled"
+    if name.split(".")[0] in not_turned(family):
+        return None
     if name in COMMON | BY_MODEL_TYPE[family.model_type]:
         return f"{said}, and transformers reads it"
     if remote:

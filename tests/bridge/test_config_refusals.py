@@ -21,7 +21,11 @@ WITHOUT_FACTOR = {
 BY_LAYER_TYPE = {"gemma4_text"}
 NOT_WHOLE = TURNED_IN_PART | WITHOUT_FACTOR | BY_LAYER_TYPE
 # Whose attention has no positions, so that the field changes no number.
-WITHOUT_POSITIONS = {"granitemoehybrid", "nemotron_h"}
+NOTHING_TO_TURN = {
+    *("bloom", "gpt2", "gpt_bigcode", "jamba", "mamba", "mamba2", "mpt", "nemotron_h"),
+    "opt",
+}
+WITHOUT_POSITIONS = {"granitemoehybrid", *NOTHING_TO_TURN}
 WHOLE = [
     name
     for name in FAMILIES
@@ -33,6 +37,16 @@ WHOLE = [
 def test_a_family_without_positions_has_none_to_turn(variant):
     fields = hf_fields(variant, partial_rotary_factor=0.5)
     assert bridge.from_hf_config(fields).rope is None
+
+
+@pytest.mark.parametrize("variant", sorted(NOTHING_TO_TURN))
+def test_a_rope_in_the_file_of_a_family_without_one_changes_nothing(variant):
+    fields = hf_fields(variant)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    extra = {"rope_parameters": rope, "rope_theta": 10000.0}
+    assert bridge.from_hf_config(fields | extra).rope is None
+    want = bridge.from_hf_config(fields)
+    assert bridge.from_hf_config(fields | {"rope_parameters": rope}) == want
 
 
 @pytest.mark.parametrize("variant", WHOLE)

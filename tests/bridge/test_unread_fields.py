@@ -12,7 +12,7 @@ from tiny_configs import FAMILIES, hf_fields
 import bridge
 from bridge.families import FAMILIES as FAMILY_TABLE
 from bridge.families._transformers_fields import BY_MODEL_TYPE, COMMON
-from bridge.hf._unread import NEUTRAL, read_names
+from bridge.hf._unread import NEUTRAL, not_turned, read_names
 from fsdp_jax.cli import main
 
 REMOTE = {
@@ -109,7 +109,7 @@ def test_a_field_that_a_model_reads_and_that_is_not_modelled_is_refused(variant)
     fields = hf_fields(variant)
     family = FAMILY_TABLE[fields["model_type"]]
     known = COMMON | BY_MODEL_TYPE[family.model_type]
-    unread = known - read_names(family) - NEUTRAL
+    unread = known - read_names(family) - NEUTRAL - not_turned(family)
     others = {"attention_chunk_size", "kv_sharing_modes"} - read_names(family)
     assert others <= unread
     with pytest.raises(ValueError) as error:
