@@ -73,6 +73,11 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
     opened = open_lora(path)
     family = find_family(config.model_type)
     adapter = in_family(opened, family.mapping(config), config)
+    if adapter.config.use_dora:
+        raise ValueError(
+            f"'{path}' has use_dora=True: its magnitudes scale the base weights too. "
+            "bridge.load_hf_with_lora merges it into them."
+        )
     if adapter.whole:
         raise ValueError(
             f"'{path}' saves whole tensors beside its factors; `load_hf_with_lora` "

@@ -26,7 +26,7 @@ _UNREAD = {
 }
 _READ = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    "fan_in_fan_out",
+    *("fan_in_fan_out", "use_dora"),
 }
 # Initializations that leave the base weights unchanged: PiSSA, OLoRA, CorDA and LoftQ
 # subtract from them.
@@ -45,6 +45,8 @@ class LoraConfig:
       alpha_pattern: Values of `lora_alpha` of modules whose path ends in the given
         name.
       fan_in_fan_out: Whether the base model stores weights as `[in, out]`, like GPT-2.
+      use_dora: Whether the adapter has a magnitude for each output beside its factors
+        (DoRA). Such an adapter is merged and not kept beside the weights.
       fields: All fields of the file that was read, kept for saving.
 
     Examples:
@@ -59,6 +61,7 @@ class LoraConfig:
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fan_in_fan_out: bool = False
+    use_dora: bool = False
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def rank(self, module: str) -> int:
@@ -141,7 +144,7 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
         wrong.append(
             f"  lora_alpha={fields.get('lora_alpha')!r} is not a positive number"
         )
-    for name in ("use_rslora", "fan_in_fan_out"):
+    for name in ("use_rslora", "fan_in_fan_out", "use_dora"):
         if not isinstance(fields.get(name) or False, bool):
             wrong.append(f"  {name}={fields[name]!r} is neither true nor false")
     return (

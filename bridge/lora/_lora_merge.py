@@ -17,7 +17,14 @@ from bridge._report import format_report
 from bridge.formats._source import Source
 from bridge.hf._hf_checkpoint import open_hf
 from bridge.lora._lora_names import in_family
-from bridge.lora._lora_source import A_SUFFIX, B_SUFFIX, PREFIX, LoraSource, open_lora
+from bridge.lora._lora_source import (
+    A_SUFFIX,
+    B_SUFFIX,
+    M_SUFFIX,
+    PREFIX,
+    LoraSource,
+    open_lora,
+)
 from bridge.models import DecoderConfig
 from bridge.streaming._load import Progress, load
 
@@ -57,11 +64,33 @@ class MergedSource:
         """Reads a tensor, or the region selected by `slices`."""
         if key in self.adapter.whole:
             return self.adapter.source.read(self.adapter.whole[key], slices)
-        base, module = self.base.read(key, slices), self._module(key)
+        module = self._module(key)
         if module is None:
-            return base
+            return self.base.read(key, slices)
         box = complete(slices, self.shape(key))
-        return base.astype(np.float32) + self._delta(module, box)
+        if self.adapter.config.use_dora:
+            return self._with_magnitudes(key, module, box)
+        base = self.base.read(key, slices).astype(np.float32)
+        return base + self._delta(module, box)
+
+    def _with_magnitudes(self, key: str, module: str, box: Box) -> np.ndarray:
+        """Merges DoRA: each output's weights get the norm that the adapter has for it.
+
+        Source: Liu et al. 2024 (DoRA); huggingface/peft src/peft/tuners/lora/layer.py.
+        """
+        rows, columns = self._out_and_in(as_index(box))
+        inner = self.shape(key)[0 if self.adapter.config.fan_in_fan_out else 1]
+        # A norm is of all inputs, whichever of them the box has.
+        wide = complete(self._out_and_in((rows, slice(0, inner))), self.shape(key))
+        base = self.base.read(key, as_index(wide)).astype(np.float32)
+        sums = self._out_by_in(base + self._delta(module, wide))
+        norms = np.linalg.norm(sums, axis=1)
+        magnitudes = self.adapter.source.read(PREFIX + module + M_SUFFIX, (rows,))
+        scales = magnitudes.astype(np.float32) / norms
+        return self._out_by_in(sums[:, columns] * scales[:, None])
+
+    def _out_by_in(self, matrix: np.ndarray) -> np.ndarray:
+        return matrix.T if self.adapter.config.fan_in_fan_out else matrix
 
     def _module(self, key: str) -> str | None:
         module = key.removesuffix(".weight")
@@ -74,7 +103,7 @@ class MergedSource:
         b = self.adapter.source.read(PREFIX + module + B_SUFFIX, (rows,))
         scale = np.float32(self.adapter.config.scale(module))
         delta = (b.astype(np.float32) @ a.astype(np.float32)) * scale
-        return delta.T if self.adapter.config.fan_in_fan_out else delta
+        return self._out_by_in(delta)
 
     def _out_and_in(self, sides: tuple[Any, ...]) -> tuple[Any, ...]:
         return sides[::-1] if self.adapter.config.fan_in_fan_out else sides
@@ -124,7 +153,8 @@ def load_hf_with_lora(
     """Loads a Hugging Face checkpoint with a LoRA adapter merged into its weights.
 
     Each adapted weight is `W + scale * B @ A` in float32, cast once to the dtype of
-    the abstract tree.
+    the abstract tree; with `use_dora` each output of that sum is scaled to its
+    magnitude.
 
     Args:
       path: Base checkpoint, as in `load_hf`.

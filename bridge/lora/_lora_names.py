@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge.hf._published_names import names_in_family, renamed
 from bridge.lora._lora_config import LoraConfig
-from bridge.lora._lora_source import A_SUFFIX, B_SUFFIX, PREFIX, LoraSource
+from bridge.lora._lora_source import PREFIX, LoraSource
 from bridge.models import DecoderConfig
 from bridge.rules._mapping import Mapping as WeightMapping
 
@@ -54,7 +54,7 @@ def in_family(
     tensors = {
         f"{PREFIX}{new}{suffix}": f"{PREFIX}{old}{suffix}"
         for old, new in modules.items()
-        for suffix in (A_SUFFIX, B_SUFFIX)
+        for suffix in adapter.suffixes()
     }
     kept = {stored: stored for stored in whole.values()}
     return LoraSource(

@@ -93,7 +93,7 @@ def save(
 
 def savable_step(state: Any) -> int:
     """Returns the step of a state, or raises a `ValueError` if it cannot be saved."""
-    if not isinstance(state, TrainState):
+    if not hasattr(state, "step"):
         raise ValueError(
             f"save: got a {type(state).__name__}, not a TrainState. Save the state of "
             "training, or make one of weights with fsdp_jax.init_state(plan, tx, "

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from fsdp_jax._tree import PyTree, tree_differences
 from fsdp_jax.sharding._padded import Padded
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.training._donation import check_not_donated, stored
+from fsdp_jax.training._donation import check_not_donated
 from fsdp_jax.training._state import TrainState
 
 
@@ -125,13 +125,24 @@ def _misfits(name: str, leaf: Any, wanted: Any) -> list[str]:
         return [f"{name}: {given}, planned {planned}"]
     if other := _other_array(name, leaf, wanted):
         return other
-    have, want = (stored(x) for x in (leaf, wanted))
-    if isinstance(have, core.Tracer) or have.ndim == 0:
-        return []  # Scalars are replicated where they are used.
-    sharding = getattr(have, "sharding", None)
-    if sharding is None or not sharding.is_equivalent_to(want.sharding, want.ndim):
-        return [f"{name}: {_placed(sharding)}, planned {_placed(want.sharding)}"]
-    return []
+    # One array, or those of a node that counts as a leaf.
+    arrays = zip(jax.tree.leaves(leaf), jax.tree.leaves(wanted), strict=True)
+    return [
+        f"{name}: {_placed(_sharding(have))}, planned {_placed(want.sharding)}"
+        for have, want in arrays
+        if not _is_placed(have, want)
+    ]
+
+
+def _is_placed(have: Any, want: Any) -> bool:
+    if isinstance(have, core.Tracer) or want.ndim == 0:
+        return True  # Scalars are replicated where they are used.
+    sharding = _sharding(have)
+    return sharding is not None and sharding.is_equivalent_to(want.sharding, want.ndim)
+
+
+def _sharding(array: Any) -> Any:
+    return getattr(array, "sharding", None)
 
 
 def _placed(sharding: Any) -> str:

@@ -8,7 +8,6 @@ import jax
 from jax import core
 
 from fsdp_jax._tree import PyTree, named_leaves
-from fsdp_jax.sharding._padded import Padded
 
 
 def check_not_donated(tree: PyTree, what: str) -> None:
@@ -23,18 +22,17 @@ def check_not_donated(tree: PyTree, what: str) -> None:
     """
     if not any(map(_is_deleted, jax.tree.leaves(tree))):
         return
-    deleted = [name for name, leaf in named_leaves(tree) if _is_deleted(stored(leaf))]
+    deleted = [
+        name
+        for name, leaf in named_leaves(tree)
+        if any(map(_is_deleted, jax.tree.leaves(leaf)))
+    ]
     raise ValueError(
         f"{len(deleted)} array(s) of {what} are deleted, such as {deleted[0]}: a step "
         "donates its state to the next. Use the state that it returned, `state, "
         "metrics = step(state, batch)`, and pass a copy to the step if the old one is "
         "needed: jax.tree.map(jax.numpy.copy, state)."
     )
-
-
-def stored(leaf: Any) -> Any:
-    """Returns the array that is stored for a leaf, with its padding."""
-    return leaf.value if isinstance(leaf, Padded) else leaf
 
 
 def _is_deleted(array: Any) -> bool:

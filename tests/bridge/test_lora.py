@@ -23,6 +23,8 @@ from tiny_models import hf_logits, make_model
 from transformers import AutoModelForCausalLM
 
 import bridge
+from bridge.lora._lora_merge import merge_lora
+from bridge.lora._lora_source import open_lora
 
 pytestmark = pytest.mark.torch
 
@@ -225,6 +227,75 @@ def test_shards_of_a_merged_weight_are_those_of_the_whole(hf, shapes, tmp_path):
     )
 
 
+def magnitudes(tensors) -> dict[str, np.ndarray]:
+    """Magnitudes of DoRA, one for each output of a module."""
+    random = np.random.default_rng(1)
+    return {
+        key.replace("lora_B.weight", "lora_magnitude_vector"): random.uniform(
+            0.5, 2, len(array)
+        ).astype(np.float32)
+        for key, array in tensors.items()
+        if key.endswith("lora_B.weight")
+    }
+
+
+def merged_dora(base, tensors, stem, transposed) -> np.ndarray:
+    """The merged weight, from the formula of the paper in float64."""
+    a, b = (tensors[f"{stem}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+    sums = (base.T if transposed else base) + 4 * b @ a
+    scale = tensors[f"{stem}.lora_magnitude_vector"] / np.linalg.norm(sums, axis=1)
+    merged = sums * scale[:, None]
+    return merged.T if transposed else merged
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_output_of_a_dora_has_the_norm_that_the_adapter_gives_it(
+    hf, gpt2, shapes, tmp_path, transposed
+):
+    model = gpt2 if transposed else hf
+    tensors = gpt2_factors(gpt2.path, "mlp.c_fc") if transposed else factors(shapes)
+    tensors |= magnitudes(tensors)
+    fields = {"use_dora": True, "fan_in_fan_out": transposed}
+    path = write(tmp_path / "dora", tensors, **fields)
+    source = bridge.open_checkpoint(model.path)
+    merged = merge_lora(source, open_lora(path))
+    for key in source.keys():
+        stem = f"base_model.model.{key.removesuffix('.weight')}"
+        base = source.read(key)
+        if f"{stem}.lora_A.weight" not in tensors:
+            np.testing.assert_array_equal(merged.read(key), base)
+            continue
+        want = merged_dora(base, tensors, stem, transposed)
+        np.testing.assert_allclose(merged.read(key), want, rtol=1e-5, atol=1e-6)
+        assert np.abs(want - base).max() > 0.1  # the adapter matters
+        # A shard has a part of the inputs, and the norm is of all.
+        part = slice(1, 5), slice(2, 7)
+        shard = merged.read(key, part)
+        np.testing.assert_allclose(shard, want[part], rtol=1e-5, atol=1e-6)
+
+
+def test_a_dora_is_merged_under_any_name_and_not_kept_beside_the_weights(
+    hf, shapes, tmp_path
+):
+    tensors = factors(shapes) | magnitudes(factors(shapes))
+    named = {key.replace(".model.model.", ".model."): x for key, x in tensors.items()}
+    paths = [
+        write(tmp_path / name, given, use_dora=True)
+        for name, given in (("plain", tensors), ("base", named))
+    ]
+    config = bridge.from_hf_config(hf.path)
+    like = like_of(config)
+    assert_same_leaves(*(bridge.load_hf_with_lora(hf.path, p, like) for p in paths))
+    with pytest.raises(ValueError, match=facts("use_dora=True", "load_hf_with_lora")):
+        bridge.load_lora(paths[0], config)
+    stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+    wrong = write(
+        tmp_path / "wrong", tensors | {stem: np.ones(3, np.float32)}, use_dora=True
+    )
+    with pytest.raises(ValueError, match=facts("q_proj.lora_magnitude_vector", "(3,)")):
+        bridge.load_hf_with_lora(hf.path, wrong, like)
+
+
 def test_modules_that_were_saved_whole_take_the_places_of_the_bases(
     hf, shapes, tmp_path
 ):
@@ -291,7 +362,8 @@ def test_factors_of_a_vision_tower_are_none_of_the_text(hf, shapes, tmp_path):
 @pytest.mark.parametrize(
     "fields, match",
     [
-        ({"use_dora": True}, ["use_dora=True"]),
+        ({"use_dora": 1}, ["use_dora=1"]),
+        ({"use_dora": True}, ["q_proj.lora_magnitude_vector"]),
         ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights='pissa_niter_4'"]),
         ({"target_parameters": ["experts"]}, ["target_parameters=['experts']"]),
@@ -326,15 +398,17 @@ def test_tensors_that_are_none_of_the_models_are_all_listed(hf, shapes, tmp_path
         "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": (
             np.ones((4, 3), np.float32)
         ),
+        "base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 3)),
         "stray": np.ones(3, np.float32),
     }
     path = write(tmp_path / "lora", tensors)
     with pytest.raises(ValueError) as raised:
         bridge.load_lora(path, bridge.from_hf_config(hf.path))
     for line in (
-        "q_proj.lora_magnitude_vector is not a tensor of the model",
+        "q_proj.lora_magnitude_vector is there, and the config has no use_dora",
+        "embed_tokens.lora_embedding_A is a factor of an embedding",
         "stray is not a tensor of the model",
-        "layers.9.mlp.up_proj.lora_B.weight is missing beside its other factor",
+        "layers.9.mlp.up_proj.lora_B.weight is missing beside",
     ):
         assert line in str(raised.value)
 

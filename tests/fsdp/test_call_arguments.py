@@ -234,7 +234,7 @@ def test_an_error_of_the_model_says_what_it_is_called_with():
 
 def test_a_config_in_the_place_of_units_is_refused():
     with pytest.raises(ValueError, match=facts("FSDPConfig", "config=...")):
-        fsdp.fully_shard(make_weights, MESH, fsdp.FSDPConfig())
+        fsdp.fully_shard(make_weights, MESH, fsdp.FSDPConfig())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("key", [0, np.zeros(2, np.float32), "seed"])
