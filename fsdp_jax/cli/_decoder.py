@@ -89,6 +89,7 @@ def plan_decoder(
     check_context(config, cp, mesh.shape["tp"], cp_form, mesh.shape["pp"])
     formats = _product_options(config, products, expert_products)
     routing = routing or Routing(router_dtype="model")
+    routing.check_mesh(mesh)
     fsdp_config = fsdp_config or fsdp.FSDPConfig()
     # Refuses a kernel that the devices cannot run, before anything is traced.
     packed = "segment_ids" in sequences

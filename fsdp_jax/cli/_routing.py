@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import fsdp_jax as fsdp
@@ -70,18 +71,45 @@ class Routing:
         capacity = self.capacity_factor
         if capacity is not None and not 0 < capacity < math.inf:
             wrong.append(f"--capacity-factor {capacity} must be more than 0")
+        return wrong + self._node_problems()
+
+    def _node_problems(self) -> list[str]:
+        wrong = [
+            f"{option} {number} must be at least 1"
+            for option, number in (
+                ("--ranks-per-node", self.ranks_per_node),
+                ("--nodes-per-token", self.nodes_per_token),
+            )
+            if number is not None and number < 1
+        ]
+        if self.ranks_per_node is not None and self.capacity_factor is None:
+            wrong.append(
+                f"--ranks-per-node {self.ranks_per_node} needs --capacity-factor: "
+                "without one each expert is sent a copy of its own"
+            )
+        if self.nodes_per_token is not None and self.ranks_per_node is None:
+            wrong.append(
+                f"--nodes-per-token {self.nodes_per_token} has no effect without "
+                "--ranks-per-node"
+            )
         return wrong
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises a `ValueError` unless nodes hold whole parts of the `ep` axis."""
+        ep, per_node = mesh.shape["ep"], self.ranks_per_node
+        if per_node is not None and ep > per_node and ep % per_node:
+            raise ValueError(
+                f"--ranks-per-node {per_node} does not divide the {ep} ranks on ep. "
+                "Pass the number of consecutive ranks on ep that a node has."
+            )
 
     @property
     def dispatch(self) -> Dispatch:
         """Dispatch function of the decoder."""
         dtype = _DISPATCH_DTYPES[self.dispatch_dtype]
         if self.capacity_factor is None:
-            if self.ranks_per_node is not None:
-                raise ValueError(
-                    f"ranks_per_node={self.ranks_per_node} needs a capacity_factor: "
-                    "without one each expert is sent a copy of its own."
-                )
+            if wrong := self._node_problems():
+                raise ValueError("; ".join(wrong) + ".")
             return functools.partial(
                 fsdp.ops.expert_parallel_dispatch, dispatch_dtype=dtype
             )

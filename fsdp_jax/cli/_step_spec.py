@@ -62,6 +62,8 @@ class StepSpec:
       fused_loss: Whether logits are computed by chunks of the vocabulary.
       capacity_factor: Capacity of an expert, as `Routing` takes it.
       dispatch_dtype: Dtype in which tokens are sent to their experts.
+      ranks_per_node: Ranks on ep in a node, as `Routing` takes it.
+      nodes_per_token: Nodes that a token is sent to at most, likewise.
       strategy: Sharding and memory of the step.
     """
 
@@ -81,6 +83,8 @@ class StepSpec:
     fused_loss: bool
     capacity_factor: float | None
     dispatch_dtype: DispatchDtype
+    ranks_per_node: int | None
+    nodes_per_token: int | None
     strategy: Strategy
 
     def estimate(
@@ -137,15 +141,20 @@ class StepSpec:
             return self.model.plan(mesh, sharding), self.model.loss, self.model.batch
         cp, tp, stages = (mesh.shape[axis] for axis in ("cp", "tp", "pp"))
         check_rows(self.seq, tp, cp)
+        routing = Routing(
+            capacity_factor=self.capacity_factor,
+            router_dtype="model",
+            dispatch_dtype=self.dispatch_dtype,
+            ranks_per_node=self.ranks_per_node,
+            nodes_per_token=self.nodes_per_token,
+        )
+        if wrong := routing.problems():
+            raise ValueError("; ".join(wrong) + ".")
         plan = plan_decoder(
             self.model,
             mesh,
             sharding,
-            Routing(
-                capacity_factor=self.capacity_factor,
-                router_dtype="model",
-                dispatch_dtype=self.dispatch_dtype,
-            ),
+            routing,
             prefetch=self.strategy.prefetch,
             unroll=self.strategy.unroll,
             cp_form=self.strategy.cp_algorithm,

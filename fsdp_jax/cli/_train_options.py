@@ -205,6 +205,11 @@ class ExpertOptions:
       dispatch_dtype: Dtype in which tokens, and gradients in backward, are sent to
         their experts: float8 for e4m3 with a scale for each 128 elements; default
         --param-dtype, in which all comes back.
+      ranks_per_node: Ranks on --ep that a node has: tokens are sent once to each node
+        with an expert that they chose, and copied there; with --capacity-factor.
+        Default: once to each expert.
+      nodes_per_token: Maximum number of nodes that a token is sent to, where the router
+        keeps to one; it bounds the buffers. Default all nodes.
     """
 
     aux_loss_coef: Unset[float] = None
@@ -214,6 +219,8 @@ class ExpertOptions:
     capacity_factor: Unset[float] = None
     router_dtype: Unset[RouterDtype] = None
     dispatch_dtype: Unset[DispatchDtype] = None
+    ranks_per_node: Unset[int] = None
+    nodes_per_token: Unset[int] = None
 
 
 @dataclasses.dataclass(frozen=True)

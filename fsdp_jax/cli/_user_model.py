@@ -91,7 +91,7 @@ def check_effect(options: Any) -> None:
     """
     of_decoders = (
         *("ignore_field", "seq", "fused_loss", "capacity_factor", "products"),
-        *("expert_products", "dispatch_dtype"),
+        *("expert_products", "dispatch_dtype", "ranks_per_node", "nodes_per_token"),
         *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     )
     is_own = options.model is not None

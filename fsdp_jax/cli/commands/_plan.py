@@ -85,6 +85,9 @@ class Plan:
       capacity_factor: Capacity of an expert as a multiple of its even share of a rank's
         tokens; default all tokens of all ranks on ep.
       dispatch_dtype: Dtype in which tokens are sent to their experts.
+      ranks_per_node: Ranks on ep that a node has, each token being sent once to a node;
+        with --capacity-factor. Default: once to each expert.
+      nodes_per_token: Maximum number of nodes that a token is sent to; default all.
       json: Writes everything to this file.
       html: Writes the tables into this file, for a browser.
       picture: Draws memory and time into this file, .png or .svg; of a sweep, of all
@@ -123,6 +126,8 @@ class Plan:
     fused_loss: bool = True
     capacity_factor: Unset[float] = None
     dispatch_dtype: DispatchDtype = "param_dtype"
+    ranks_per_node: Unset[int] = None
+    nodes_per_token: Unset[int] = None
     json: Unset[Path] = None
     html: Unset[Path] = None
     picture: Unset[Path] = None
@@ -168,6 +173,9 @@ class Plan:
             given.append(f"--capacity-factor {self.capacity_factor}")
         if self.dispatch_dtype != "param_dtype":
             given.append(f"--dispatch-dtype {self.dispatch_dtype}")
+        for name in ("ranks_per_node", "nodes_per_token"):
+            if (number := getattr(self, name)) is not None:
+                given.append(f"--{name.replace('_', '-')} {number}")
         if given and _is_dense(config):
             raise ValueError(
                 f"{', '.join(given)}: without effect, as the model has no experts. "
@@ -194,6 +202,8 @@ class Plan:
             fused_loss=self.fused_loss,
             capacity_factor=self.capacity_factor,
             dispatch_dtype=self.dispatch_dtype,
+            ranks_per_node=self.ranks_per_node,
+            nodes_per_token=self.nodes_per_token,
             strategy=self.strategy,
         )
 
