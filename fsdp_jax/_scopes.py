@@ -24,6 +24,9 @@ AS_WRITTEN = "as_written"
 OPTIMIZER = "optimizer"
 """Scope of the update."""
 
+BY_LAYER = "by_layer"
+"""Scope of the loops of an update over the layers of a stack in host memory."""
+
 GATHER_FOR_STEP = "gather_for_step"
 """Scope of the gathers that run once a step, before the first microbatch."""
 

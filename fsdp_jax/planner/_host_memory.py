@@ -8,8 +8,10 @@ from collections.abc import Set
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.extend.mlir import ir
 
+from fsdp_jax._scopes import BY_LAYER, is_in
 from fsdp_jax._tree import PyTree
 from fsdp_jax.planner.liveness._operations import Program, Value
 from fsdp_jax.sharding._offload import HOST, optimizer_on_host, params_on_host
@@ -71,15 +73,18 @@ def resident(plan: Plan, state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def update_bytes(plan: Plan, state: TrainState) -> int:
+def update_bytes(plan: Plan, state: TrainState, traced: core.ClosedJaxpr) -> int:
     """Returns bytes of offloaded state on one device when its update holds the most.
 
-    `AHEAD` parameters are there with their state, and new values of one more go back.
+    `AHEAD` parameters are there with their state, and new values of one more go back;
+    of stacks that the update reads layer by layer, one layer each.
 
     Args:
       plan: Plan of the step.
       state: Abstract train state.
+      traced: Jaxpr of the step.
     """
+    by_layer = _stacks_by_layer(traced)
     params, opt_state = _split(plan, state)[1]
     params = trainable(plan, params)
     paths, _ = jax.tree_util.tree_flatten_with_path(state.params)
@@ -87,10 +92,22 @@ def update_bytes(plan: Plan, state: TrainState) -> int:
     for path, leaf in jax.tree_util.tree_flatten_with_path((params, opt_state))[0]:
         suffixes = (path[start:] for start in range(len(path)))
         if (own := next((end for end in suffixes if end in sizes), None)) is not None:
-            sizes[own] += _bytes(leaf)
+            layers = leaf.shape[0] if leaf.shape in by_layer else 1
+            sizes[own] += _bytes(leaf) // layers
     found = list(sizes.values())
     ahead = (sum(found[at : at + AHEAD]) for at in range(len(found)))
     return max(ahead, default=0) + max(found, default=0)
+
+
+def _stacks_by_layer(traced: core.ClosedJaxpr) -> Set[tuple[int, ...]]:
+    """Returns the shapes of stacks that an update computes layer by layer."""
+    return {
+        v.aval.shape
+        for eqn in traced.jaxpr.eqns
+        if is_in(eqn.source_info.name_stack, BY_LAYER)
+        for v in eqn.outvars
+        if eqn.primitive.name in ("scan", "while") and v.aval.ndim
+    }
 
 
 def entered(plan: Plan, program: Program) -> Set[Value]:

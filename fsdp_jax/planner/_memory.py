@@ -99,7 +99,7 @@ def predict_memory(
     kinds = ("gradients", "gathered", "saved", "activations", "logits", "other")
     found = {kind: peak.get(kind, 0) for kind in kinds}
     found["gathered"] += transposed_bytes(plan)
-    if on_host := update_bytes(plan, whole):
+    if on_host := update_bytes(plan, whole, traced):
         grown = sum(value.bytes for value in program.outputs if value and value.shape)
         found["other"] += max(0, grown + on_host - sum(found.values()))
     # Arguments other than parameters and optimizer state.

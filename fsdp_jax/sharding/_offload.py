@@ -20,7 +20,8 @@ class OffloadPolicy:
     """State that is stored in the host's pinned memory instead of device memory.
 
     The update copies it to the device and back parameter by parameter, with two
-    parameters in transfer at a time. The numbers are the same. `estimate_step`
+    parameters in transfer at a time. The numbers are the same; those of stacks that the
+    update reads by layer are but for the last bit. `estimate_step`
     estimates the memory that it saves and the time of the copies.
 
     Args:
@@ -35,8 +36,10 @@ class OffloadPolicy:
       stream_params: Leave the main weights of stacked units on the host during a step
         too, and copy the slice of one unit at a time, ahead of its gather, in forward
         and again in backward: weights of `FSDPConfig(prefetch=) + 1` units are on the
-        device. The copies are in the stored dtype, twice a microbatch. All other
-        offloaded weights are copied when a step begins. Needs `params=True`.
+        device. The copies are in the stored dtype, twice a microbatch. The update
+        copies them and their moments a layer at a time too, if the optimizer computes
+        each layer of a stack by itself. All other offloaded weights are copied when a
+        step begins. Needs `params=True`.
 
     Raises:
       ValueError: If neither `optimizer` nor `params` is set, `stream_params` is set

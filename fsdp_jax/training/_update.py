@@ -70,7 +70,7 @@ def make_update(
         return unless(skip, (params, opt_state), new) if may_skip else new
 
     return (
-        _streamed(update, plan.config.offload, abstract)
+        _streamed(plan, update, plan.config.offload, abstract)
         if plan.config.offload
         else update
     )
@@ -101,7 +101,9 @@ def unless(is_bad: Any, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(lambda o, n: jnp.where(is_bad, o, n), old, new)
 
 
-def _streamed(update: Update, offload: OffloadPolicy, abstract: TrainState) -> Update:
+def _streamed(
+    plan: Plan, update: Update, offload: OffloadPolicy, abstract: TrainState
+) -> Update:
     """Wraps the update of a state that is partly stored on the host."""
     abstracts = (abstract.params, abstract.opt_state)
     flags = (
@@ -113,16 +115,40 @@ def _streamed(update: Update, offload: OffloadPolicy, abstract: TrainState) -> U
         given = (params, opt_state, *others)
         grads, *_ = others
         here = jax.tree.map(lambda _: False, others)
+        stacks = _stacks(plan, abstract.params, (params, opt_state, *others))
         # Nothing is fetched before the gradients exist, so that no optimizer state
         # occupies device memory during the backward pass.
         options = {"order": _by_parameter(abstracts), "after": grads}
-        return stream(update, given, (*flags, *here), flags, **options)
+        return stream(update, given, (*flags, *here), flags, stacks=stacks, **options)
 
     return streamed
 
 
-def _by_parameter(abstracts: tuple[PyTree, PyTree]) -> list[int]:
-    """Returns leaf indices of both trees, with those of one parameter adjacent."""
+def _stacks(plan: Plan, params: PyTree, tree: PyTree) -> PyTree:
+    """Returns whether each array belongs to a stack that is streamed by layer.
+
+    Args:
+      plan: Plan of the step.
+      params: Abstract parameters.
+      tree: Trees whose paths end in those of parameters, as gradients and moments do.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    shapes = {
+        path: leaf.shape
+        for (path, leaf), param in zip(paths, plan.param_plans, strict=True)
+        # The layers of a padded stack cannot be told from its padding.
+        if param.is_streamed and not param.is_padded
+    }
+
+    def is_stack(path, leaf):
+        ends = (path[start:] for start in range(len(path)))
+        return any(shapes.get(end) == leaf.shape for end in ends)
+
+    return jax.tree_util.tree_map_with_path(is_stack, tree)
+
+
+def _by_parameter(abstracts: tuple[PyTree, PyTree]) -> list[list[int]]:
+    """Returns leaf indices of both trees: a group for each parameter, then others."""
     params, _ = jax.tree_util.tree_flatten_with_path(abstracts[0])
     rank = {path: i for i, (path, _) in enumerate(params)}
     flat, _ = jax.tree_util.tree_flatten_with_path(abstracts)
@@ -131,4 +157,7 @@ def _by_parameter(abstracts: tuple[PyTree, PyTree]) -> list[int]:
         suffixes = (path[start:] for start in range(len(path)))
         return next((rank[end] for end in suffixes if end in rank), len(rank))
 
-    return sorted(range(len(flat)), key=lambda i: rank_of(flat[i][0]))
+    groups: dict[int, list[int]] = {i: [] for i in range(len(rank))}
+    for i, (path, _) in enumerate(flat):
+        groups.setdefault(rank_of(path), []).append(i)
+    return list(groups.values())
