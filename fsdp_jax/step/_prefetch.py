@@ -22,19 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from fsdp_jax._scopes import FSDP_SCAN, PREFETCH, traced_as
+from fsdp_jax._scopes import FSDP_SCAN, traced_as
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._batch_sum import sum_over_batch
-from fsdp_jax.step._collectives import gather_weight, marked_zeros
-from fsdp_jax.step._float_partition import FloatPartition
+from fsdp_jax.step._collectives import marked_zeros
 from fsdp_jax.step._grad_mark import mark_gradient
+from fsdp_jax.step._prefetch_stack import Leaves, Stack, unit_at
 from fsdp_jax.step._pullback import Pullback
-from fsdp_jax.step._remat_policy import without_float8
 from fsdp_jax.step._shard import Shard
-from fsdp_jax.step._split_unit import split_variants
 from fsdp_jax.step._static_runs import StaticRun, join_runs, part_of
-
-Leaves = list[Array]
 
 
 def prefetching_scan(
@@ -113,120 +109,6 @@ def run_stack(
     )
     carry, ys = stack.traced.results.join(out, others)
     return carry, ys
-
-
-@dataclasses.dataclass
-class _Traced:
-    """Facts that are known once a unit is traced.
-
-    Attributes:
-      results: The partition of its results.
-      pulls: Its pullback, for each variant.
-    """
-
-    results: Any = None
-    pulls: dict[Any, Pullback] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """A stack of units, split after their gathers, with the settings of its scan.
-
-    Attributes:
-      weights_only: `weights_only(shards) -> values`: gathers a unit's weights and
-        computes what depends on these alone.
-      rests: `rest(values, *leaves) -> leaves`: everything else the unit computes, by
-        static value.
-      out_tree: Structure of the results of `rest`, `(carry, y)`.
-      arguments: Partition of `(carry, slices, consts)` into leaves with and without
-        gradients.
-      runs: Runs of units with the same static value; those of all units, in order.
-      prefetch: Distance from the unit that computes to the one being gathered.
-      unroll: Units in one iteration of the loop.
-      policy: `jax.checkpoint` policy for a unit's activations; None saves all.
-      traced: Facts that are known once a unit is traced.
-    """
-
-    weights_only: Callable[..., Sequence[Array]]
-    rests: dict[Any, Callable[..., Sequence[Array]]]
-    out_tree: Any
-    arguments: FloatPartition
-    runs: Sequence[StaticRun]
-    prefetch: int
-    unroll: int
-    policy: Callable[..., bool] | None
-    traced: _Traced = dataclasses.field(default_factory=_Traced)
-
-    @property
-    def num_units(self) -> int:
-        """Number of units, the leading dim of each shard."""
-        return self.runs[-1].stop
-
-    @classmethod
-    def of(cls, compute, shards, given, prefetch: int, unroll: int, runs) -> Stack:
-        carry, slices, consts = given
-        example = (carry, jax.tree.map(_first, slices), consts)
-        # All units have the shapes of the first, so one trace serves them all.
-        first = jax.tree.map(_first, shards)
-        computes = {None: compute}
-        if runs is not None:
-            computes = {v: functools.partial(compute, static=v) for v, *_ in runs}
-        weights_only, rests, out_tree = split_variants(
-            list(computes.values()), _unshard, first, example, may_close_over=False
-        )
-        return cls(
-            weights_only,
-            dict(zip(computes, rests, strict=True)),
-            out_tree,
-            FloatPartition.of(*example),
-            runs or [StaticRun(None, 0, shards[0].value.shape[0])],
-            prefetch,
-            unroll,
-            shards[0].param.unit_policy.remat_policy,
-        )
-
-    def values(self, shards: list[Shard], i: Any) -> Leaves:
-        """Returns the values of unit `i`, gathered.
-
-        From `num_units` on, indices run back: `num_units` is the last unit again,
-        `num_units + 1` the one before it, so that the last gathers of forward are the
-        first ones that backward needs. Indices below 0 are clamped to unit 0.
-        """
-        # n -> n-1, n+1 -> n-2, ...; indices below n stay.
-        i = jnp.minimum(i, 2 * self.num_units - 1 - i)
-        return list(self.weights_only(_at(shards, jnp.maximum(i, 0))))
-
-    def shift(
-        self, shards: list[Shard], window: list[Leaves], i: Any
-    ) -> tuple[list[Leaves], Leaves]:
-        """Returns `window`, and the values of unit `i`, gathered after those in it.
-
-        XLA combines gathers that do not depend on each other into one collective, which
-        must complete before the first of their values can be used. The barrier makes
-        the gather of unit `i` depend on the units in the window.
-        """
-        pieces = [shard.value for shard in shards]
-        pieces, window = lax.optimization_barrier((pieces, window))
-        tied = [
-            dataclasses.replace(shard, value=piece)
-            for shard, piece in zip(shards, pieces, strict=True)
-        ]
-        with jax.named_scope(PREFETCH):
-            return window, self.values(tied, i)
-
-    def unit(self, static, values, carry, slices, consts, others):
-        """Runs one unit on floating-point leaves; its other results are aux."""
-
-        def run(values, carry, slices, consts, others):
-            args = self.arguments.join((carry, slices, consts), others)
-            leaves = self.rests[static](values, *jax.tree.leaves(args))
-            out = self.out_tree.unflatten(leaves)
-            results = self.traced.results = FloatPartition.of(*out)
-            return results.floats(out), results.others(out)
-
-        if self.policy:
-            run = jax.checkpoint(run, policy=without_float8(self.policy))
-        return run(values, carry, slices, consts, others)
 
 
 def _forward(stack: Stack, shards, floats, others):
@@ -355,7 +237,7 @@ def _backward(stack: Stack, residuals, cotangents):
         carry,
         window,
         pending=jax.tree.map(jnp.zeros_like, window[0]),
-        reduced=_at(zeros, 0),
+        reduced=unit_at(zeros, 0),
         grad_buffers=zeros,
         d_consts=jax.tree.map(jnp.zeros_like, consts),
     )
@@ -371,16 +253,20 @@ def _backward(stack: Stack, residuals, cotangents):
         )
         made.append(d_slices)
     d_slices = join_runs(made[::-1])
-    grad_buffers = _put(end.grad_buffers, end.reduced, min(1, last))
-    grad_buffers = _put(grad_buffers, _reduced(stack, shards, end.pending, 0), 0)
-    pairs = zip(shards, grad_buffers, strict=True)
+    pairs = zip(shards, _all_written(stack, shards, end), strict=True)
     d_shards = [_cotangent(shard, grad_buffer) for shard, grad_buffer in pairs]
     return d_shards, (end.carry, d_slices, end.d_consts), None
 
 
+def _all_written(stack: Stack, shards, end: _BackwardCarry) -> Leaves:
+    """Returns the gradients of all units, with those that the loop has not written."""
+    written = _put(end.grad_buffers, end.reduced, min(1, stack.num_units - 1))
+    return _put(written, _reduced(stack, shards, end.pending, 0), 0)
+
+
 def _reduced(stack: Stack, shards, grads: Leaves, i: Any) -> Leaves:
     """Reduces `grads`, of the values of unit `i`, to cotangents of its buffers."""
-    own = _at(shards, i)
+    own = unit_at(shards, i)
 
     def of_grad_buffers(grad_buffers):
         pairs = zip(own, grad_buffers, strict=True)
@@ -406,20 +292,6 @@ def _cotangent(shard: Shard, grad_buffer: Array | None) -> Shard:
         grad_buffer = mark_gradient(grad_buffer, param.name, param.ndim_in_unit)
     return dataclasses.replace(
         shard, value=value, grad_buffer=grad_buffer, accumulated_grad=None
-    )
-
-
-def _unshard(shards: Sequence[Shard]) -> list[Array]:
-    return [gather_weight(shard) for shard in shards]
-
-
-def _first(leaf: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-
-
-def _at(tree: PyTree, i: Any) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree
     )
 
 

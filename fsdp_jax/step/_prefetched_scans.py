@@ -28,7 +28,8 @@ from fsdp_jax.step._lifted_gathers import (
     substituted,
     units_entered,
 )
-from fsdp_jax.step._prefetch import Stack, run_stack
+from fsdp_jax.step._prefetch import run_stack
+from fsdp_jax.step._prefetch_stack import Stack
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._static_runs import StaticRun
 

@@ -1,0 +1,155 @@
+"""A stack of units whose gathers are apart from what they compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from fsdp_jax._scopes import PREFETCH
+from fsdp_jax._tree import PyTree
+from fsdp_jax.step._collectives import gather_weight
+from fsdp_jax.step._float_partition import FloatPartition
+from fsdp_jax.step._pullback import Pullback
+from fsdp_jax.step._remat_policy import without_float8
+from fsdp_jax.step._shard import Shard
+from fsdp_jax.step._split_unit import split_variants
+from fsdp_jax.step._static_runs import StaticRun
+
+Leaves = list[Array]
+"""Values of one unit: its gathered weights, and what depends on these alone."""
+
+
+@dataclasses.dataclass
+class TracedUnit:
+    """Facts that are known once a unit is traced.
+
+    Attributes:
+      results: The partition of its results.
+      pulls: Its pullback, for each variant.
+    """
+
+    results: Any = None
+    pulls: dict[Any, Pullback] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A stack of units, split after their gathers, with the settings of its scan.
+
+    Attributes:
+      weights_only: `weights_only(shards) -> values`: gathers a unit's weights and
+        computes what depends on these alone.
+      rests: `rest(values, *leaves) -> leaves`: everything else the unit computes, by
+        static value.
+      out_tree: Structure of the results of `rest`, `(carry, y)`.
+      arguments: Partition of `(carry, slices, consts)` into leaves with and without
+        gradients.
+      runs: Runs of units with the same static value; those of all units, in order.
+      prefetch: Distance from the unit that computes to the one being gathered.
+      unroll: Units in one iteration of the loop.
+      policy: `jax.checkpoint` policy for a unit's activations; None saves all.
+      traced: Facts that are known once a unit is traced.
+    """
+
+    weights_only: Callable[..., Sequence[Array]]
+    rests: dict[Any, Callable[..., Sequence[Array]]]
+    out_tree: Any
+    arguments: FloatPartition
+    runs: Sequence[StaticRun]
+    prefetch: int
+    unroll: int
+    policy: Callable[..., bool] | None
+    traced: TracedUnit = dataclasses.field(default_factory=TracedUnit)
+
+    @property
+    def num_units(self) -> int:
+        """Number of units, the leading dim of each shard."""
+        return self.runs[-1].stop
+
+    @classmethod
+    def of(cls, compute, shards, given, prefetch: int, unroll: int, runs) -> Stack:
+        carry, slices, consts = given
+        example = (carry, jax.tree.map(_first, slices), consts)
+        # All units have the shapes of the first, so one trace serves them all.
+        first = jax.tree.map(_first, shards)
+        computes = {None: compute}
+        if runs is not None:
+            computes = {v: functools.partial(compute, static=v) for v, *_ in runs}
+        weights_only, rests, out_tree = split_variants(
+            list(computes.values()), _unshard, first, example, may_close_over=False
+        )
+        return cls(
+            weights_only,
+            dict(zip(computes, rests, strict=True)),
+            out_tree,
+            FloatPartition.of(*example),
+            runs or [StaticRun(None, 0, shards[0].value.shape[0])],
+            prefetch,
+            unroll,
+            shards[0].param.unit_policy.remat_policy,
+        )
+
+    def values(self, shards: list[Shard], i: Any) -> Leaves:
+        """Returns the values of unit `i`, gathered.
+
+        From `num_units` on, indices run back: `num_units` is the last unit again,
+        `num_units + 1` the one before it, so that the last gathers of forward are the
+        first ones that backward needs. Indices below 0 are clamped to unit 0.
+        """
+        # n -> n-1, n+1 -> n-2, ...; indices below n stay.
+        i = jnp.minimum(i, 2 * self.num_units - 1 - i)
+        return list(self.weights_only(unit_at(shards, jnp.maximum(i, 0))))
+
+    def shift(
+        self, shards: list[Shard], window: list[Leaves], i: Any
+    ) -> tuple[list[Leaves], Leaves]:
+        """Returns `window`, and the values of unit `i`, gathered after those in it.
+
+        XLA combines gathers that do not depend on each other into one collective, which
+        must complete before the first of their values can be used. The barrier makes
+        the gather of unit `i` depend on the units in the window.
+        """
+        pieces = [shard.value for shard in shards]
+        pieces, window = lax.optimization_barrier((pieces, window))
+        tied = [
+            dataclasses.replace(shard, value=piece)
+            for shard, piece in zip(shards, pieces, strict=True)
+        ]
+        with jax.named_scope(PREFETCH):
+            return window, self.values(tied, i)
+
+    def unit(self, static, values, carry, slices, consts, others):
+        """Runs one unit on floating-point leaves; its other results are aux."""
+
+        def run(values, carry, slices, consts, others):
+            args = self.arguments.join((carry, slices, consts), others)
+            leaves = self.rests[static](values, *jax.tree.leaves(args))
+            out = self.out_tree.unflatten(leaves)
+            results = self.traced.results = FloatPartition.of(*out)
+            return results.floats(out), results.others(out)
+
+        if self.policy:
+            run = jax.checkpoint(run, policy=without_float8(self.policy))
+        return run(values, carry, slices, consts, others)
+
+
+def unit_at(tree: PyTree, i: Any) -> PyTree:
+    """Returns the slices of unit `i` of a tree of stacks."""
+    return jax.tree.map(
+        lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree
+    )
+
+
+def _unshard(shards: Sequence[Shard]) -> list[Array]:
+    return [gather_weight(shard) for shard in shards]
+
+
+def _first(leaf: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
