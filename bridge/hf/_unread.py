@@ -159,9 +159,20 @@ def _is_inert(family: Family, name: str, value: Any) -> bool:
     return name in family.inert and family.inert[name] == value
 
 
+def _is_plain(value: Any) -> bool:
+    """Returns whether a field of a rope says nothing but its base and its share.
+
+    transformers completes the fields of other ropes from those of the config, and fails
+    where a config without a rope has none.
+    """
+    if not isinstance(value, Mapping):
+        return True
+    return value.get("rope_type", value.get("type", "default")) == "default"
+
+
 def _refusal(family: Family, name: str, value: Any, remote: list[str]) -> str | None:
     said = f"{name} = {value!r}: this field is not modelled"
-    if name.split(".")[0] in not_turned(family):
+    if name.split(".")[0] in not_turned(family) and _is_plain(value):
         return None
     if name in COMMON | BY_MODEL_TYPE[family.model_type]:
         return f"{said}, and transformers reads it"

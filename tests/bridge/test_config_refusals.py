@@ -47,6 +47,9 @@ def test_a_rope_in_the_file_of_a_family_without_one_changes_nothing(variant):
     assert bridge.from_hf_config(fields | extra).rope is None
     want = bridge.from_hf_config(fields)
     assert bridge.from_hf_config(fields | {"rope_parameters": rope}) == want
+    longer = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ValueError, match=facts("rope_parameters", "'dynamic'")):
+        bridge.from_hf_config(fields | {"rope_parameters": longer})
 
 
 @pytest.mark.parametrize("variant", WHOLE)

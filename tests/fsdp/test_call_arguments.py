@@ -167,8 +167,9 @@ def test_params_that_are_a_state_or_of_another_model_are_refused(plan):
     for call in calls:
         with pytest.raises(ValueError, match=facts("TrainState", "state.params")):
             call(state, X)
-        says = facts("b (3,)", "w: float16[8, 8]", "float32[8, 8]")
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(
+            ValueError, match=facts("b (3,)", "w: float16[8, 8]", "float32[8, 8]")
+        ):
             call(half, X)
 
 
