@@ -15,8 +15,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from fsdp_jax.step._flat_trace import CALLS, called
-
 ELEMENTWISE = frozenset(
     """
     abs add add_any and cbrt clamp convert_element_type copy div eq exp exp2 expm1 ge gt
@@ -165,26 +163,12 @@ def _is_by_layer(eqn: Any, one: Any) -> bool:
     stacks = [pair for pair in operands if _is_stack(*pair)]
     if not all(_has_layers(*pair) for pair in stacks):
         return False
-    if eqn.primitive.name in CALLS:
-        bodies = called(eqn)[0].eqns, called(one)[0].eqns
-        return len(bodies[0]) == len(bodies[1]) and all(map(_is_within, *bodies))
     if eqn.primitive.name == "broadcast_in_dim":
         dims = eqn.params["broadcast_dimensions"]
         return dims == one.params["broadcast_dimensions"] and (
             not stacks or dims[0] == 0
         )
     return eqn.primitive.name in ELEMENTWISE and eqn.params == one.params
-
-
-def _is_within(eqn: Any, one: Any) -> bool:
-    """Whether an equation of a called function is by layer, or knows of no layers."""
-    operands = list(zip(eqn.invars, one.invars, strict=True))
-    is_same = eqn.primitive is one.primitive and all(
-        isinstance(v, core.Var) or _is_literal(v, w) for v, w in operands
-    )
-    pairs = (*operands, *zip(eqn.outvars, one.outvars, strict=True))
-    knows_layers = any(_is_stack(*pair) for pair in pairs)
-    return is_same and (_is_by_layer(eqn, one) or not knows_layers)
 
 
 def _is_literal(v: Any, w: Any) -> bool:

@@ -21,6 +21,7 @@ from fsdp_jax._jaxpr import function_of
 from fsdp_jax._scopes import BY_LAYER
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._by_layer import LoopOverLayers, TwoTraces
+from fsdp_jax.step._inlined import inlined
 
 AHEAD = 2
 """Number of parts on the device, or being copied there or back, at a time."""
@@ -56,6 +57,7 @@ def stream(
     """
     abstracts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*abstracts)
+    closed = inlined(closed)
     run = _Run(closed, jax.tree.leaves(args), jax.tree.leaves(from_host), after)
     flags = zip(closed.jaxpr.outvars, jax.tree.leaves(to_host), strict=True)
     places = {
@@ -84,7 +86,7 @@ def _of_one_layer(
         return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if is_stack else x
 
     try:
-        single = jax.make_jaxpr(fn)(*jax.tree.map(of_one, abstracts, stacks))
+        single = inlined(jax.make_jaxpr(fn)(*jax.tree.map(of_one, abstracts, stacks)))
     except (TypeError, ValueError):  # It is made for the shapes of all layers.
         return None
     traces = TwoTraces(closed, single)
