@@ -26,6 +26,7 @@ from fsdp_jax.step import (
     _loss_check,
     _module_units,
     _prefetch,
+    _prefetch_stack,
     _unit_order,
 )
 from fsdp_jax.training import _gradients, _microbatch_grads, _update
@@ -236,7 +237,7 @@ PLANTED: Mapping[str, Fault] = {
     "rows by microbatch": (
         (_aux_outputs, "join_microbatches", _instead(_rows_by_microbatch)),
     ),
-    "the first layer gathered ahead": ((_prefetch, "_at", _at_first),),
+    "the first layer gathered ahead": ((_prefetch_stack, "unit_at", _at_first),),
     "gradients put at the first layer": ((_prefetch, "_put", _put_first),),
     "momentum forgotten": (
         (
