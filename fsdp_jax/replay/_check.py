@@ -246,9 +246,14 @@ def _on_host(state: TrainState) -> TrainState:
 def _array_on_host(array: jax.Array) -> jax.Array:
     if is_key(array):
         return jnp.copy(array)  # A few bytes, in an array of arrays.
-    # Shard by shard: `jax.device_put` takes no array that other processes share.
+    # Shard by shard: `jax.device_put` takes no array that other processes share. What
+    # is in host memory already would be the same array, which the step donates.
     shards = [
-        jax.device_put(shard.data, SingleDeviceSharding(shard.device, memory_kind=HOST))
+        jax.device_put(
+            shard.data,
+            SingleDeviceSharding(shard.device, memory_kind=HOST),
+            may_alias=False,
+        )
         for shard in array.addressable_shards
     ]
     sharding = array.sharding.with_memory_kind(HOST)

@@ -23,6 +23,7 @@ from fsdp_jax._jaxpr import function_of
 from fsdp_jax.checkpoint._leaf_names import is_key
 from fsdp_jax.replay._array_digest import local_digest, mixed
 from fsdp_jax.replay._events import Event, Events, Loop
+from fsdp_jax.sharding._offload import on_device
 from fsdp_jax.step._flat_trace import CALLS, called, is_recomputed
 
 _COLLECTIVES = (
@@ -201,6 +202,8 @@ def _digest(values: Sequence[Any]) -> UInt32[Array, ""]:
         if value is None:  # A result that nothing reads.
             continue
         x = jnp.asarray(value)
+        if jax.typeof(x).memory_space == jax.memory.Space.Host:
+            x = on_device(x)  # Where it is computed with.
         own = local_digest(jax.random.key_data(x) if is_key(x) else x)
         total = total + mixed(own ^ mixed(jnp.uint32(number)))
     return total

@@ -259,3 +259,29 @@ def test_a_state_that_is_wrong_on_all_devices_names_none():
 
     report = report_of(check_of(flipped_step(0, after=all_wrong)))
     assert (report.wrong, report.devices) == ("step", ())
+
+
+def offloaded_step(by: int) -> ReplayStep:
+    """A step whose weights and moments are in host memory, but for the small ones."""
+
+    def loss_fn(model, batch):
+        return jnp.mean(
+            (jnp.tanh(batch["x"] @ model["w"])[:, :13] - model["odd"][None]) ** 2
+        )
+
+    mesh = fsdp.make_mesh(devices=list(np.roll(jax.devices(), by)))
+    offload = fsdp.OffloadPolicy(params=True, min_elements=100)
+    config = fsdp.FSDPConfig(offload=offload)
+    plan = fsdp.fully_shard(make_model, mesh, config=config)
+    return ReplayStep(fsdp.make_train_step(plan, loss_fn, TX), TX)
+
+
+def test_steps_of_a_state_in_host_memory_are_checked_too():
+    first, *others = map(offloaded_step, range(3))
+    check = ReplayCheck(first, others, every=1)
+    params = fsdp.init_params(first.plan, jax.random.key(0))
+    state = fsdp.init_state(first.plan, TX, params)
+    for _ in range(2):  # Raises, if a replay differs.
+        state, metrics = check(state, batch())
+    assert state.params["w"].sharding.memory_kind == "pinned_host"
+    assert int(state.step) == 2 and np.isfinite(metrics["loss"])
