@@ -14,7 +14,7 @@ from fsdp_jax.sharding._mesh import BATCH_AXES, num_devices
 from fsdp_jax.sharding._plan import Plan
 
 _MOST_SHOWN = 5
-_NO_NUMBERS = "OSUMm"
+_NO_NUMBERS = frozenset("OSUMm")
 """Kinds of numpy dtypes that jax has none for: objects, strings and times."""
 
 
@@ -98,7 +98,9 @@ def _check_sequences(plan: Plan, leaves: Sequence[tuple[str, Any]]) -> None:
 
 def _is_array(leaf: Any) -> bool:
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
-    return isinstance(leaf, kinds) and leaf.dtype.kind not in _NO_NUMBERS
+    # Dtypes of jax's own, as of keys, have no kind.
+    kind = getattr(leaf.dtype, "kind", None) if isinstance(leaf, kinds) else "O"
+    return kind not in _NO_NUMBERS
 
 
 def place_batch(plan: Plan, batch: PyTree) -> PyTree:

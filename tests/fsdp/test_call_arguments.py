@@ -192,6 +192,19 @@ def test_a_batch_of_other_things_than_arrays_is_refused(plan, step, batch, says)
     assert len(str(error.value)) < 600
 
 
+def test_keys_and_narrow_floats_are_rows_of_a_batch(plan):
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    batch = {"x": jnp.asarray(X, jnp.bfloat16), "key": keys}
+
+    def loss(params, batch):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(batch["key"])
+        return loss_fn(params, batch["x"] + noise)
+
+    evaluate = fsdp.make_eval_step(plan, loss)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    assert np.isfinite(evaluate(params, batch)["loss"])
+
+
 @pytest.mark.parametrize(
     ("loss", "has_aux", "says"),
     [
