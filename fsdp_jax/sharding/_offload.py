@@ -20,9 +20,9 @@ class OffloadPolicy:
     """State that is stored in the host's pinned memory instead of device memory.
 
     The update copies it to the device and back parameter by parameter, with two
-    parameters in transfer at a time. The numbers are the same; those of stacks that the
-    update reads by layer are but for the last bit. `estimate_step`
-    estimates the memory that it saves and the time of the copies.
+    parameters in transfer at a time. The numbers are the same; only on CPUs the
+    last bit may differ in stacks that the update reads by layer (`stream_params`).
+    `estimate_step` estimates the memory that it saves and the time of the copies.
 
     Args:
       optimizer: Offload the optimizer state.

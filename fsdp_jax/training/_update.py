@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -141,8 +141,7 @@ def _stacks(plan: Plan, params: PyTree, tree: PyTree) -> PyTree:
     }
 
     def is_stack(path, leaf):
-        ends = (path[start:] for start in range(len(path)))
-        return any(shapes.get(end) == leaf.shape for end in ends)
+        return shapes.get(_parameter_of(path, shapes)) == leaf.shape
 
     return jax.tree_util.tree_map_with_path(is_stack, tree)
 
@@ -153,11 +152,13 @@ def _by_parameter(abstracts: tuple[PyTree, PyTree]) -> list[list[int]]:
     rank = {path: i for i, (path, _) in enumerate(params)}
     flat, _ = jax.tree_util.tree_flatten_with_path(abstracts)
 
-    def rank_of(path):
-        suffixes = (path[start:] for start in range(len(path)))
-        return next((rank[end] for end in suffixes if end in rank), len(rank))
-
     groups: dict[int, list[int]] = {i: [] for i in range(len(rank))}
     for i, (path, _) in enumerate(flat):
-        groups.setdefault(rank_of(path), []).append(i)
+        groups.setdefault(rank.get(_parameter_of(path, rank), len(rank)), []).append(i)
     return list(groups.values())
+
+
+def _parameter_of(path: tuple[Any, ...], known: Collection[Any]) -> Any:
+    """Returns the path of a parameter that a path ends in; None if it is of none."""
+    ends = (path[start:] for start in range(len(path)))
+    return next((end for end in ends if end in known), None)

@@ -85,9 +85,9 @@ def plan_of(offload, devices=8, units=UNITS, **config):
     )
 
 
-def trained(plan, loss, tx=TX, **options):
-    step = fsdp.make_train_step(plan, loss, tx, **options)
-    state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
+def trained(plan, loss, **options):
+    step = fsdp.make_train_step(plan, loss, TX, **options)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
     for _ in range(2):
         state, metrics = step(state, rows())
     return host(state.params), host(state.opt_state), host(metrics)
