@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fsdp_jax.ops.moe._all_to_all import Exchange, Segments, exchange, segments_of
@@ -157,12 +156,11 @@ def node_route(direct: CapacityRoute, nodes: Nodes) -> NodeRoute:
 def _pairs(counts: Int[Array, " nodes"], nodes: Nodes) -> Int[Array, "nodes nodes"]:
     """Returns the rows from and to each node, of ranks of this rank's index.
 
-    An all-reduce over all ranks, as in the dispatch without nodes.
+    An all-to-all of equal parts, since XLA merges all-gathers and all-reduces of
+    independent parts of a batch: each part would then wait for the counts of all.
     """
-    table = jnp.zeros((nodes.count * nodes.size, nodes.count), counts.dtype)
-    table = lax.psum(table.at[lax.axis_index(nodes.axis)].set(counts), nodes.axis)
-    table = table.reshape(nodes.count, nodes.size, nodes.count)
-    return lax.dynamic_index_in_dim(table, nodes.index, axis=1, keepdims=False)
+    copies = jnp.broadcast_to(counts, (nodes.count, nodes.count))
+    return nodes.all_to_all(copies.reshape(-1), nodes.across).reshape(copies.shape)
 
 
 def _slots_of_rows(
