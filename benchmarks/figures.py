@@ -80,6 +80,7 @@ FIGURES = (
             "llama-3-70b",
             "llama-3-70b-pp",
             "mixtral-8x7b",
+            "mixtral-8x7b-16",
             "mixtral-8x7b-dropless",
             "deepseek-v3",
             "deepseek-v3-float8",

@@ -165,6 +165,9 @@ DEEPSEEK_V3 = DecoderConfig(
     dense_layers=(0, 1, 2),
 )
 
+_MIXTRAL_8X7B = DecoderCase(
+    MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, capacity_factor=1.0, batch_parts=(1, 2)
+)
 _DEEPSEEK_V3 = DecoderCase(
     DEEPSEEK_V3,
     256,
@@ -189,23 +192,16 @@ DECODERS = {
     "llama-3-70b-pp": DecoderCase(
         LLAMA_3_70B, 64, {"pp": 4}, rows=2, microbatches=16, zero=2
     ),
-    "mixtral-8x7b": DecoderCase(
-        MIXTRAL_8X7B,
-        64,
-        {"ep": 8},
-        rows=4,
-        capacity_factor=1.0,
-        batch_parts=(1, 2),
-    ),
+    "mixtral-8x7b": _MIXTRAL_8X7B,
+    # Weights are as many for more tokens.
+    "mixtral-8x7b-16": dataclasses.replace(_MIXTRAL_8X7B, rows=16),
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-v3-float8": dataclasses.replace(_DEEPSEEK_V3, dispatch_dtype="float8"),
     "deepseek-v3-by-node": dataclasses.replace(_DEEPSEEK_V3, **_BY_NODE),
     "deepseek-v3-by-node-float8": dataclasses.replace(
         _DEEPSEEK_V3, dispatch_dtype="float8", **_BY_NODE
     ),
-    "mixtral-8x7b-dropless": DecoderCase(
-        MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, batch_parts=(1, 2)
-    ),
+    "mixtral-8x7b-dropless": dataclasses.replace(_MIXTRAL_8X7B, capacity_factor=None),
 }
 """What `--decoder` takes."""
 
