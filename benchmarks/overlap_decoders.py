@@ -199,7 +199,7 @@ DECODERS = {
     "deepseek-v3-float8": dataclasses.replace(_DEEPSEEK_V3, dispatch_dtype="float8"),
     "deepseek-v3-by-node": dataclasses.replace(_DEEPSEEK_V3, **_BY_NODE),
     "deepseek-v3-by-node-float8": dataclasses.replace(
-        _DEEPSEEK_V3, dispatch_dtype="float8", **_BY_NODE
+        _DEEPSEEK_V3, dispatch_dtype="float8", batch_parts=(1, 2, 4), **_BY_NODE
     ),
     "mixtral-8x7b-dropless": dataclasses.replace(_MIXTRAL_8X7B, capacity_factor=None),
 }
