@@ -193,7 +193,7 @@ DECODERS = {
         LLAMA_3_70B, 64, {"pp": 4}, rows=2, microbatches=16, zero=2
     ),
     "mixtral-8x7b": _MIXTRAL_8X7B,
-    # Weights are as many for more tokens.
+    # Four times the tokens, for the same communication of weights.
     "mixtral-8x7b-16": dataclasses.replace(_MIXTRAL_8X7B, rows=16),
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-v3-float8": dataclasses.replace(_DEEPSEEK_V3, dispatch_dtype="float8"),

@@ -488,7 +488,7 @@ def test_tokens_once_a_node_and_in_float8_take_what_is_said():
     assert (
         f"take {row['step_ms'] / 1e3:.1f} s a step, "
         f"{row['step_ms'] / row['floor_ms']:.2f} times its floor, in place of "
-        f"{neither[2]['step_ms'] / 1e3:.1f} s with neither and two parts"
+        f"{neither[2]['step_ms'] / 1e3:.1f} s with `batch_parts=2` alone"
     ) in said("docs/pages/how-to/tensor-and-expert-parallelism.md")
 
 

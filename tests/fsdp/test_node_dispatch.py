@@ -245,8 +245,8 @@ def test_tokens_cross_nodes_once_a_node_and_are_copied_within(ranks_per_node):
             assert rows in {mine * limit, mine * nodes}
 
 
-def sent_text(dispatch) -> str:
-    """The program of a dispatch for GPUs, without its gradient."""
+def program_for_gpus(dispatch) -> str:
+    """StableHLO of a dispatch alone, without its gradient."""
     x, experts, chosen_weights = tokens()
     traced = jax.jit(mapped(dispatch)).trace(weights(), x, experts, chosen_weights)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -255,11 +255,11 @@ def sent_text(dispatch) -> str:
 def test_parts_of_a_batch_do_not_wait_for_the_counts_of_each_other():
     # XLA merges all-reduces and all-gathers that do not depend on each other.
     by_node = functools.partial(DIRECT, ranks_per_node=2, nodes_per_token=2)
-    text = sent_text(by_node)
-    assert "stablehlo.all_reduce" not in text and "stablehlo.all_gather" not in text
+    program = program_for_gpus(by_node)
+    assert "stablehlo.all_reduce" not in program
+    assert "stablehlo.all_gather" not in program
     # The dispatch without a capacity sums its counts over all ranks.
-    dropless = ops.expert_parallel_dispatch
-    assert "stablehlo.all_reduce" in sent_text(dropless)
+    assert "stablehlo.all_reduce" in program_for_gpus(ops.expert_parallel_dispatch)
 
 
 def test_without_nodes_tokens_cross_them_for_each_expert():

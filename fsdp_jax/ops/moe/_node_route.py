@@ -159,8 +159,8 @@ def _pairs(counts: Int[Array, " nodes"], nodes: Nodes) -> Int[Array, "nodes node
     An all-to-all of equal parts, since XLA merges all-gathers and all-reduces of
     independent parts of a batch: each part would then wait for the counts of all.
     """
-    copies = jnp.broadcast_to(counts, (nodes.count, nodes.count))
-    return nodes.all_to_all(copies.reshape(-1), nodes.across).reshape(copies.shape)
+    copies = jnp.tile(counts, nodes.count)
+    return nodes.all_to_all(copies, nodes.across).reshape(nodes.count, nodes.count)
 
 
 def _slots_of_rows(

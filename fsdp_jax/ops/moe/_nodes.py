@@ -43,11 +43,6 @@ class Nodes:
         """Node of this rank."""
         return lax.axis_index(self.axis) // self.size
 
-    @property
-    def index(self) -> Int[Array, ""]:
-        """Index of this rank in its node."""
-        return lax.axis_index(self.axis) % self.size
-
     def all_to_all(self, rows: Array, groups: Groups) -> Array:
         """Sends equal parts of the leading dim to the ranks of a group, in order."""
 
