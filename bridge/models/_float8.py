@@ -1,12 +1,13 @@
 """Products in float8 with current scaling: e4m3 forward, e5m2 for gradients."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, UInt8
+from jaxtyping import Array, DTypeLike, Float, Shaped, UInt8
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -37,15 +38,34 @@ def plain_product(
     return jnp.tensordot(x, kernel, axes=num_in)
 
 
+Rounded = tuple[UInt8[Array, "..."], Float[Array, ""]]
+"""Bits of float8_e4m3fn in the dims of a tensor, and the factor of its elements."""
+
+
 def float8_product(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    num_in: int,
+    *,
+    rounded: Callable[[Array], Rounded | None] | None = None,
 ) -> Float[Array, "..."]:
     """Computes a `Product` of arrays rounded to float8, also backward.
 
     Activations and weights are rounded to e4m3 and gradients to e5m2, each scaled by
     the largest magnitude that it has now: there is no state of earlier steps. Scales
-    are powers of two, so that a weight that `Float8Gather` rounded is not rounded
-    again. Under `shard_map` scales are those of a rank.
+    are powers of two, so that a weight that `Float8Gather` rounded is not changed by
+    rounding it again. Under `shard_map` scales are those of a rank.
+
+    Args:
+      x: Activations `[*tokens, *in]`, in 16 or 32 bits.
+      kernel: Weights `[*in, *out]`, in the same dtype.
+      num_in: Number of contracted dims.
+      rounded: Function from weights to their float8 numbers where there are some
+        already, such as `fsdp_jax.step.gathered_float8`, and to None where not; None to
+        round all weights here. The result is the same.
+
+    Returns:
+      The product `[*tokens, *out]`, in the dtype of `x`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -58,8 +78,10 @@ def float8_product(
     """
     tokens = x.shape[: x.ndim - num_in]
     depth, out = math.prod(kernel.shape[:num_in]), kernel.shape[num_in:]
+    found = None if rounded is None else rounded(kernel)
     # Not reshaped before: what backward keeps is then the weight itself, and no copy.
-    return _matmul(x.reshape(-1, depth), kernel).reshape(*tokens, *out)
+    product = _matmul(x.reshape(-1, depth), kernel, found and _Rounded(*found))
+    return product.reshape(*tokens, *out)
 
 
 class _Rounded(NamedTuple):
@@ -71,7 +93,7 @@ class _Rounded(NamedTuple):
       scale: Factor of the elements, float32.
     """
 
-    bits: UInt8[Array, "rows columns"]
+    bits: UInt8[Array, "..."]
     scale: Float[Array, ""]
 
 
@@ -80,35 +102,49 @@ class _Saved(NamedTuple):
 
     Attributes:
       x: Activations in float8.
-      kernel: Weights as they were given: backward of a layer has them anyway, and a
-        copy in float8 would be saved for each layer, unsharded.
+      kernel: Weights as they were given, or their bits if these were: backward of a
+        layer has them anyway, and a copy in float8 would be saved for each layer,
+        unsharded.
       kernel_scale: Factor of the weights in float8.
     """
 
     x: _Rounded
-    kernel: Float[Array, "..."]
+    kernel: Shaped[Array, "..."]
     kernel_scale: Float[Array, ""]
 
 
 @jax.custom_vjp
-def _matmul(x: Float[Array, "rows depth"], kernel: Float[Array, "..."]):
-    return _forward(x, kernel)[0]
+def _matmul(
+    x: Float[Array, "rows depth"],
+    kernel: Float[Array, "..."],
+    rounded: _Rounded | None,
+):
+    return _forward(x, kernel, rounded)[0]
 
 
-def _forward(x: Array, kernel: Array) -> tuple[Array, _Saved]:
-    left, scale = _round(x, FORWARD), _scale_of(kernel, FORWARD)
-    right = _round_by(kernel.reshape(x.shape[1], -1), scale, FORWARD)
+def _forward(x: Array, kernel: Array, rounded: _Rounded | None) -> tuple[Array, _Saved]:
+    left = _round(x, FORWARD)
+    weights, scale = rounded or (kernel, _scale_of(kernel, FORWARD))
+    right = _as_matrix(weights, x.shape[1], scale)
     product = _dot((left, FORWARD, 1), (right, FORWARD, 0), x.dtype)
-    return product, _Saved(left, kernel, scale)
+    return product, _Saved(left, weights, scale)
 
 
-def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array]:
-    left, kernel, scale = saved
-    right = _round_by(kernel.reshape(left.bits.shape[1], -1), scale, FORWARD)
+def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array, None]:
+    left, weights, scale = saved
+    right = _as_matrix(weights, left.bits.shape[1], scale)
     rows = _round(grad, BACKWARD)
     of_x = _dot((rows, BACKWARD, 1), (right, FORWARD, 1), grad.dtype)
     of_kernel = _dot((left, FORWARD, 0), (rows, BACKWARD, 0), grad.dtype)
-    return of_x, of_kernel.reshape(kernel.shape)
+    return of_x, of_kernel.reshape(weights.shape), None
+
+
+def _as_matrix(weights: Array, depth: int, scale: Array) -> _Rounded:
+    """Returns weights `[*in, *out]` as a rounded matrix; bits are taken as they are."""
+    matrix = weights.reshape(depth, -1)
+    if matrix.dtype == jnp.uint8:
+        return _Rounded(matrix, scale)
+    return _round_by(matrix, scale, FORWARD)
 
 
 _matmul.defvjp(_forward, _backward)

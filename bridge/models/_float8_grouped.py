@@ -1,6 +1,7 @@
 """Grouped products in float8 with current scaling, for the experts of a layer."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, UInt8
 
-from bridge.models._float8 import BACKWARD, FORWARD, scale_of
+from bridge.models._float8 import BACKWARD, FORWARD, Rounded, scale_of
 from bridge.models._grouped import (
     Kernel,
     Rows,
@@ -30,7 +31,7 @@ class GroupedProduct(Protocol):
         group_sizes: Sizes | np.ndarray,
         *,
         expected_rows: int | None = None,
-    ) -> Float[Array, "rows width"]:
+    ) -> Float[Array, "rows *width"]:
         """Returns the products; see `grouped_matmul`."""
         ...
 
@@ -41,7 +42,8 @@ def float8_grouped_matmul(
     group_sizes: Sizes | np.ndarray,
     *,
     expected_rows: int | None = None,
-) -> Float[Array, "rows width"]:
+    rounded: Callable[[Array], Rounded | None] | None = None,
+) -> Float[Array, "rows *width"]:
     """Computes `grouped_matmul` of arrays rounded to float8, also backward.
 
     Rows and weights are rounded to e4m3 and gradients to e5m2. Rows and gradients have
@@ -55,6 +57,8 @@ def float8_grouped_matmul(
       kernel: One matrix per group, in the same dtype.
       group_sizes: Number of rows of each group; rows after the last group give zeros.
       expected_rows: Expected number of rows in all groups, as for `grouped_matmul`.
+      rounded: Function from weights to their float8 numbers, as of `float8_product`;
+        all groups then have one scale.
 
     Returns:
       Products, in the dtype of `x`.
@@ -70,7 +74,9 @@ def float8_grouped_matmul(
     Source: as of `float8_product`; TorchAO `_scaled_grouped_mm`, for scales of groups.
     """
     expected = min(expected_rows or len(x), len(x))
-    return _grouped(expected, x, kernel, jnp.asarray(group_sizes))
+    found = None if rounded is None else rounded(kernel)
+    product = _grouped(expected, x, kernel, found, jnp.asarray(group_sizes))
+    return product.reshape(len(x), *kernel.shape[2:])
 
 
 class _Rounded(NamedTuple):
@@ -81,26 +87,45 @@ class _Rounded(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(expected: int, x: Rows, kernel: Kernel, group_sizes: Sizes) -> Array:
-    return _forward(expected, x, kernel, group_sizes)[0]
+def _grouped(
+    expected: int, x: Rows, kernel: Kernel, found: Rounded | None, group_sizes: Sizes
+) -> Array:
+    return _forward(expected, x, kernel, found, group_sizes)[0]
 
 
-def _forward(expected, x, kernel, group_sizes):
-    rows, scale = _round(x[None], FORWARD), _scales(kernel, FORWARD)
-    matrices = _round_by(kernel, scale, FORWARD)
+def _forward(expected, x, kernel, found, group_sizes):
+    rows = _round(x[None], FORWARD)
+    if found is None:
+        weights, scale = kernel, _scales(_as_matrices(kernel), FORWARD)
+    else:
+        weights, scale = found[0], jnp.broadcast_to(found[1], len(kernel))
+    matrices = _rounded_matrices(weights, scale)
     product = _rows(expected, (rows, FORWARD), matrices, group_sizes, x.dtype)
-    # Not the matrices in float8, which are as much for each layer: see `_float8.py`.
-    return product, (rows, kernel, scale, group_sizes)
+    # Not the matrices that were rounded here, which are as much for each layer: see
+    # `_float8.py`.
+    return product, (rows, weights, scale, group_sizes)
 
 
 def _backward(expected, saved, grad):
-    rows, kernel, scale, group_sizes = saved
-    grads, matrices = _round(grad[None], BACKWARD), _round_by(kernel, scale, FORWARD)
+    rows, weights, scale, group_sizes = saved
+    grads, matrices = _round(grad[None], BACKWARD), _rounded_matrices(weights, scale)
     of_rows = _rows(
         expected, (grads, BACKWARD), matrices, group_sizes, grad.dtype, transposed=True
     )
-    of_kernel = _matrices(expected, rows, grads, group_sizes, kernel.dtype)
-    return of_rows, of_kernel, None
+    of_kernel = _matrices(expected, rows, grads, group_sizes, grad.dtype)
+    return of_rows, of_kernel.reshape(weights.shape), None, None
+
+
+def _rounded_matrices(weights: Array, scale: Array) -> _Rounded:
+    """Returns the matrices of weights `[groups, in, *out]`, rounded unless bits."""
+    matrices = _as_matrices(weights)
+    if matrices.dtype == jnp.uint8:
+        return _Rounded(matrices, scale)
+    return _round_by(matrices, scale, FORWARD)
+
+
+def _as_matrices(weights: Array) -> Array:
+    return weights.reshape(*weights.shape[:2], -1)
 
 
 _grouped.defvjp(_forward, _backward)

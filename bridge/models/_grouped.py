@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
 Rows = Float[Array, "rows embed"]
-Kernel = Float[Array, "groups embed width"]
+Kernel = Float[Array, "groups embed *width"]
 Sizes = Int[Array, " groups"]
 
 _SMALLEST, _LARGEST = 128, 2048
@@ -25,7 +25,7 @@ def grouped_matmul(
     group_sizes: Sizes | np.ndarray,
     *,
     expected_rows: int | None = None,
-) -> Float[Array, "rows width"]:
+) -> Float[Array, "rows *width"]:
     """Multiplies rows, sorted by group, each by the matrix of its group.
 
     Equivalent to `jax.lax.ragged_dot`, for which XLA has no kernel on NVIDIA GPUs: it
@@ -35,7 +35,7 @@ def grouped_matmul(
 
     Args:
       x: Rows sorted by group: the first `group_sizes[0]` belong to group 0, and so on.
-      kernel: One matrix per group.
+      kernel: One matrix per group, `[groups, embed, *width]`.
       group_sizes: Number of rows of each group; rows after the last group give zeros.
         A numpy array of equal sizes that cover all rows gives one batched product.
       expected_rows: Expected number of rows in all groups together; None for all rows.
@@ -48,6 +48,19 @@ def grouped_matmul(
     Source: MegaBlocks (arXiv:2211.15841); its blocks have rows of one group, and these
       of several, as in jax's `pallas.ops.tpu.megablox`.
     """
+    width = kernel.shape[2:]
+    product = _of_matrices(
+        x, kernel.reshape(*kernel.shape[:2], -1), group_sizes, expected_rows
+    )
+    return product.reshape(len(x), *width)
+
+
+def _of_matrices(
+    x: Rows,
+    kernel: Float[Array, "groups embed width"],
+    group_sizes: Sizes | np.ndarray,
+    expected_rows: int | None,
+) -> Float[Array, "rows width"]:
     groups, rows = len(kernel), len(x)
     if isinstance(group_sizes, np.ndarray) and (group_sizes * groups == rows).all():
         batched = x.reshape(groups, -1, x.shape[1])

@@ -187,7 +187,7 @@ class Experts(nnx.Module):
 def _halves(
     x: Rows,
     kernel: Float[Array, "experts embed 2 width"],
-    product: Callable[..., Float[Array, "rows width"]],
+    product: Callable[..., Float[Array, "rows *width"]],
 ) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
     """Returns gate and up projections of rows sorted by expert.
 
@@ -196,19 +196,17 @@ def _halves(
     """
     if is_split():
         return product(x, kernel[:, :, 0]), product(x, kernel[:, :, 1])
-    experts, embed, _, width = kernel.shape
-    kernel = kernel.reshape(experts, embed, 2 * width)
-    gate, up = jnp.split(product(x, kernel), 2, axis=-1)
+    gate, up = jnp.split(product(x, kernel).reshape(len(x), -1), 2, axis=-1)
     return gate, up
 
 
 def _product(
     multiply: GroupedProduct,
     x: Rows,
-    kernel: Float[Array, "experts embed width"],
+    kernel: Float[Array, "experts embed *width"],
     group_sizes: Sizes,
     expected_rows: int | None,
-) -> Float[Array, "rows width"]:
+) -> Float[Array, "rows *width"]:
     """Multiplies each row by its expert's matrix.
 
     Without a loop over blocks if XLA shards the matrix: it would add one collective per

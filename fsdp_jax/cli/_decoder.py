@@ -120,8 +120,13 @@ def plan_decoder(
     return fsdp.fully_shard(make, mesh, units=[DecoderLayer], config=sharding)
 
 
-_PRODUCTS = {"float8": float8_product, "mxfp8": mxfp8_product}
-_FLOAT8_EXPERTS = {"expert_product": float8_grouped_matmul}
+# Weights that `Float8Gather` communicated are multiplied as they came.
+_FLOAT8, _GROUPED_FLOAT8 = (
+    functools.partial(product, rounded=fsdp.step.gathered_float8)
+    for product in (float8_product, float8_grouped_matmul)
+)
+_PRODUCTS = {"float8": _FLOAT8, "mxfp8": mxfp8_product}
+_FLOAT8_EXPERTS = {"expert_product": _GROUPED_FLOAT8}
 
 
 def _product_options(

@@ -50,11 +50,12 @@ from fsdp_jax.sharding._nvfp4_gather import NVFP4Gather, decode_nvfp4
 from fsdp_jax.sharding._offload import on_device
 from fsdp_jax.sharding._plan import ParamPlan
 from fsdp_jax.sharding._precision import at_least_float32
+from fsdp_jax.step._gathered import Gathered
 from fsdp_jax.step._grad_mark import mark_gradient
 from fsdp_jax.step._shard import GradReduction, Shard
 
 
-def gather_weight(shard: Shard) -> Float[Array, ...]:
+def gather_weight(shard: Shard) -> Gathered:
     """All-gathers one parameter in its compute dtype; its gradient is reduce-scattered.
 
     Call it inside `shard_map`, manual over the axes that split the parameter.
@@ -64,7 +65,8 @@ def gather_weight(shard: Shard) -> Float[Array, ...]:
         streamed.
 
     Returns:
-      The unsharded weight, dtype `precision.param`, on the device.
+      The unsharded weight, dtype `precision.param`, on the device; with the bits of
+      `Float8Gather`, which have no gradient.
 
     Raises:
       ValueError: If stacked dims are left, or dims are missing because a parameter that
@@ -124,7 +126,7 @@ def fsdp_gather(
     value: Any,
     grad_buffer: Array | None,
     accumulated_grad: Array | None,
-) -> Array:
+) -> Gathered:
     del reduction, grad_buffer, accumulated_grad  # Read by backward; see `Shard`.
     if param.is_streamed:
         value = on_device(value)
@@ -133,15 +135,14 @@ def fsdp_gather(
         value = value.astype(param.precision.param)
     axes = param.placements.parameter
     weight = all_gather(param, value, axes) if axes else value
+    if isinstance(param.gather, Float8Gather):
+        bits = _as_in_unit(param, weight.bytes)
+        with jax.named_scope("decode"):
+            number = decode_float8(Quantized(bits, weight.scale), param.precision.param)
+        return Gathered(number, bits, weight.scale)
     if param.gather is not None:
         weight = _decode(param, weight)
-    # The padding is zeros at the end of the split dim.
-    if param.split.padding:
-        dim = _split_dim(param, weight)
-        weight = lax.slice_in_dim(
-            weight, 0, weight.shape[dim] - param.split.padding, axis=dim
-        )
-    return _with_factored_dim(param, weight, -1) if param.split.is_factored else weight
+    return Gathered(_as_in_unit(param, weight))
 
 
 def _gather_forward(
@@ -157,9 +158,9 @@ def _gather_forward(
 
 
 def _gather_backward(
-    param: ParamPlan, reduction: GradReduction, residuals, grad: Array
+    param: ParamPlan, reduction: GradReduction, residuals, grads: Gathered
 ):
-    value, accumulated_grad = residuals
+    (value, accumulated_grad), grad = residuals, grads.weight
     if value is not None:
         return marked_zeros(param, value), None, None
     if param.is_frozen:
@@ -241,11 +242,9 @@ def _may_be_pipelined() -> Any:
 
 
 def _decode(param: ParamPlan, quantized: Quantized) -> Array:
-    """Dequantizes a gathered weight to its compute dtype."""
+    """Dequantizes a weight with scales of blocks to its compute dtype."""
     dtype = param.precision.param
     with jax.named_scope("decode"):
-        if isinstance(param.gather, Float8Gather):
-            return decode_float8(quantized, dtype)
         blocks, axis = Quantized(quantized.bytes, quantized.scale), param.block_dim
         if isinstance(param.gather, NVFP4Gather):
             return at_tp_width(
@@ -259,6 +258,15 @@ def _decode(param: ParamPlan, quantized: Quantized) -> Array:
                 param, lambda e: decode_block_float8(e, dims, pieces, dtype), blocks
             )
         return at_tp_width(param, lambda e: decode_mxfp8(e, axis, dtype), blocks)
+
+
+def _as_in_unit(param: ParamPlan, x: Array) -> Array:
+    """Returns a gathered array in the dims that a model sees, without padding."""
+    # The padding is zeros at the end of the split dim.
+    if param.split.padding:
+        dim = _split_dim(param, x)
+        x = lax.slice_in_dim(x, 0, x.shape[dim] - param.split.padding, axis=dim)
+    return _with_factored_dim(param, x, -1) if param.split.is_factored else x
 
 
 def tile_dims(param: ParamPlan) -> tuple[int, int]:

@@ -100,7 +100,9 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
     def call(shards: Sequence[Shard], model_state, batch, key):
         with unit_scope("root"):
             # Root parameters belong to no unit: gathered here, once for the loss.
-            leaves = [gather_weight(s) if s.param.unit == ROOT else s for s in shards]
+            leaves = [
+                gather_weight(s).weight if s.param.unit == ROOT else s for s in shards
+            ]
         state = fold_keys(model_state, key)
         params = plan.treedef.unflatten(leaves)
         # Dropout of LoRA factors is for training, where shards have a `grad_buffer`.

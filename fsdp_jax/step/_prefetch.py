@@ -27,7 +27,13 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.step._batch_sum import sum_over_batch
 from fsdp_jax.step._collectives import marked_zeros
 from fsdp_jax.step._grad_mark import mark_gradient
-from fsdp_jax.step._prefetch_stack import Leaves, Stack, unit_at
+from fsdp_jax.step._prefetch_stack import (
+    Leaves,
+    Stack,
+    as_cotangents,
+    unit_at,
+    with_gradients,
+)
 from fsdp_jax.step._pullback import Pullback
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._static_runs import StaticRun, join_runs, part_of
@@ -169,7 +175,8 @@ class _BackwardCarry(NamedTuple):
     Attributes:
       carry: Cotangent of the units' carry.
       window: Gathered values of the units that run next.
-      pending: Gradients of the values of the unit that ran last, unreduced.
+      pending: Gradients of the values of the unit that ran last, unreduced, of those
+        that have one.
       reduced: This device's piece of the gradients of the unit before that.
       grad_buffers: Gradients of all units; those that are not written yet are zeros.
       d_consts: Sum of the cotangents of the constants.
@@ -224,7 +231,9 @@ def _backward(stack: Stack, residuals, cotangents):
         known = (window[0], slices, consts, other_slices, other_consts)
         pull = stack.traced.pulls[static].rebuild(saved, known)
         pending, carry, d_slices, more = pull((carry, y))
-        pending = sum_over_batch(pending, known[0])
+        values = known[0]
+        pending = with_gradients(values, pending)
+        pending = sum_over_batch(pending, with_gradients(values))
         # Every unit reads the same consts, so their cotangents add up.
         d_consts = jax.tree.map(jnp.add, d_consts, more)
         window = [*window[1:], behind]
@@ -236,7 +245,7 @@ def _backward(stack: Stack, residuals, cotangents):
     start = _BackwardCarry(
         carry,
         window,
-        pending=jax.tree.map(jnp.zeros_like, window[0]),
+        pending=jax.tree.map(jnp.zeros_like, with_gradients(window[0])),
         reduced=unit_at(zeros, 0),
         grad_buffers=zeros,
         d_consts=jax.tree.map(jnp.zeros_like, consts),
@@ -279,8 +288,8 @@ def _reduced(stack: Stack, shards, grads: Leaves, i: Any) -> Leaves:
 
     # For the derivative alone: the gather in the forward half is dead code, which XLA
     # removes, unless the derivative of what is computed from the weights reads them.
-    _, pull = jax.vjp(of_grad_buffers, [shard.grad_buffer for shard in own])
-    return pull(grads)[0]
+    values, pull = jax.vjp(of_grad_buffers, [shard.grad_buffer for shard in own])
+    return pull(as_cotangents(values, grads))[0]
 
 
 def _cotangent(shard: Shard, grad_buffer: Array | None) -> Shard:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -16,6 +17,7 @@ from fsdp_jax._scopes import PREFETCH
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._collectives import gather_weight
 from fsdp_jax.step._float_partition import FloatPartition
+from fsdp_jax.step._gathered import Gathered, of_gathered
 from fsdp_jax.step._pullback import Pullback
 from fsdp_jax.step._remat_policy import without_float8
 from fsdp_jax.step._shard import Shard
@@ -83,7 +85,11 @@ class Stack:
         if runs is not None:
             computes = {v: functools.partial(compute, static=v) for v, *_ in runs}
         weights_only, rests, out_tree = split_variants(
-            list(computes.values()), _unshard, first, example, may_close_over=False
+            [of_gathered(compute) for compute in computes.values()],
+            _unshard,
+            first,
+            example,
+            may_close_over=False,
         )
         return cls(
             weights_only,
@@ -140,6 +146,32 @@ class Stack:
         return run(values, carry, slices, consts, others)
 
 
+def with_gradients(values: Leaves, grads: Leaves | None = None) -> Leaves:
+    """Returns the values of a unit that have gradients, or their gradients.
+
+    Float8 bits of weights are integers, and have none.
+
+    Args:
+      values: Values of a unit.
+      grads: Gradient of each value; None to return values.
+    """
+    pairs = zip(values, values if grads is None else grads, strict=True)
+    return [found for value, found in pairs if _is_float(value)]
+
+
+def as_cotangents(values: Leaves, grads: Leaves) -> list[Any]:
+    """Returns a cotangent for each value of a unit from those that have gradients."""
+    given = iter(grads)
+    return [
+        next(given) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+        for x in values
+    ]
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def unit_at(tree: PyTree, i: Any) -> PyTree:
     """Returns the slices of unit `i` of a tree of stacks."""
     return jax.tree.map(
@@ -147,7 +179,7 @@ def unit_at(tree: PyTree, i: Any) -> PyTree:
     )
 
 
-def _unshard(shards: Sequence[Shard]) -> list[Array]:
+def _unshard(shards: Sequence[Shard]) -> list[Gathered]:
     return [gather_weight(shard) for shard in shards]
 
 

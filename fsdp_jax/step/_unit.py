@@ -12,6 +12,7 @@ from fsdp_jax._scopes import unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.step._collectives import gather_weight
+from fsdp_jax.step._gathered import of_gathered
 from fsdp_jax.step._object_graph import Outcome, object_pairs, take_apart
 from fsdp_jax.step._remat import reshard_after_forward
 from fsdp_jax.step._shard import Shard, partition
@@ -125,8 +126,8 @@ def _gathered(
     def unshard(shards):
         return [gather_weight(shard) for shard in shards]
 
-    of_parts, parts, keys = take_parts(compute, shards)
-    param = parts[0].param
+    of_weights, parts, keys = take_parts(compute, shards)
+    of_parts, param = of_gathered(of_weights), parts[0].param
     with unit_scope(param.unit):
         if not param.unit_policy.reshard:
             return of_parts(unshard(parts), keys, arrays)
