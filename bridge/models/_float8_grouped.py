@@ -75,7 +75,7 @@ def float8_grouped_matmul(
     """
     expected = min(expected_rows or len(x), len(x))
     found = None if rounded is None else rounded(kernel)
-    product = _grouped(expected, x, kernel, found, jnp.asarray(group_sizes))
+    product: Array = _grouped(expected, x, kernel, found, jnp.asarray(group_sizes))
     return product.reshape(len(x), *kernel.shape[2:])
 
 

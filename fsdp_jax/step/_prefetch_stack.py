@@ -159,7 +159,7 @@ def with_gradients(values: Leaves, grads: Leaves | None = None) -> Leaves:
     return [found for value, found in pairs if _is_float(value)]
 
 
-def as_cotangents(values: Leaves, grads: Leaves) -> list[Any]:
+def as_cotangents(values: Sequence[Array], grads: Leaves) -> list[Any]:
     """Returns a cotangent for each value of a unit from those that have gradients."""
     given = iter(grads)
     return [

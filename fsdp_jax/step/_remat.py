@@ -16,13 +16,14 @@ import jax
 from jaxtyping import Array
 
 from fsdp_jax._scopes import FSDP_UNSHARD, traced_as
+from fsdp_jax.step._gathered import Gathered
 from fsdp_jax.step._remat_policy import Policy, Resharding, is_float8
 from fsdp_jax.step._split_unit import split_unit
 
 
 def reshard_after_forward(
     compute: Callable[..., Any],
-    unshard: Callable[[Any], Sequence[Array]],
+    unshard: Callable[[Any], Sequence[Array | Gathered]],
     policy: Policy | None = None,
 ) -> Callable[..., Any]:
     """Makes a unit whose backward gathers its weights again.
