@@ -13,6 +13,7 @@ import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._context_parallel import abstract_rows
 from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
+from fsdp_jax.cli._precision import ParamGather, Precision, Products
 from fsdp_jax.cli._routing import DispatchDtype, Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
@@ -42,6 +43,8 @@ class DecoderCase:
       microbatches: In a step.
       zero: Its strategy.
       batch_parts: Parts of a rank's rows that a layer runs side by side, each tried.
+      products: Format of the operands of projections.
+      param_gather: Format in which weights of layers are communicated.
     """
 
     config: DecoderConfig
@@ -57,6 +60,8 @@ class DecoderCase:
     microbatches: int = 1
     zero: int = 3
     batch_parts: tuple[int, ...] = (1,)
+    products: Products = "param_dtype"
+    param_gather: ParamGather = "param_dtype"
 
     def lower(self, tx, parts):
         """Its plan, its step lowered for GPUs that are not here, and its memory."""
@@ -70,6 +75,8 @@ class DecoderCase:
             mp_policy=policy,
             remat_policy=jax.checkpoint_policies.save_only_these_names(*self.saved),
         )
+        precision = Precision("bfloat16", param_gather=self.param_gather)
+        config = precision.sharding(config, offload=None)
         routing = Routing(
             capacity_factor=self.capacity_factor,
             router_dtype="model",
@@ -78,7 +85,9 @@ class DecoderCase:
             nodes_per_token=self.nodes_per_token,
         )
         how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
-        plan = plan_decoder(self.config, mesh, config, routing, **how)
+        plan = plan_decoder(
+            self.config, mesh, config, routing, products=self.products, **how
+        )
         cp, shared = mesh.shape["cp"], mesh.shape["tp"] * mesh.shape["pp"]
         rows = self.rows * (self.gpus // (cp * shared)) * self.microbatches
         step = fsdp.make_train_step(
@@ -165,6 +174,7 @@ DEEPSEEK_V3 = DecoderConfig(
     dense_layers=(0, 1, 2),
 )
 
+_FLOAT8 = DecoderCase(LLAMA_3_8B, 64, {}, rows=2, products="float8")
 _MIXTRAL_8X7B = DecoderCase(
     MIXTRAL_8X7B, 64, {"ep": 8}, rows=4, capacity_factor=1.0, batch_parts=(1, 2)
 )
@@ -187,6 +197,9 @@ DECODERS = {
         seq=131072,
         saved=("context_attention",),
     ),
+    # Products in float8, with weights gathered in bfloat16 and in the same bits.
+    "llama-3-8b-float8": _FLOAT8,
+    "llama-3-8b-float8-gather": dataclasses.replace(_FLOAT8, param_gather="float8"),
     "llama-3-70b": DecoderCase(LLAMA_3_70B, 64, {"tp": 8}, rows=4, batch_parts=(1, 2)),
     # Stages of 20 layers, gathered once a step: 17 billion weights.
     "llama-3-70b-pp": DecoderCase(
@@ -242,6 +255,8 @@ def measure_parts(name, case, parts, tx, dump):
         "tokens_a_sequence": case.seq,
         "microbatches": case.microbatches,
         "batch_parts": parts,
+        "products": case.products,
+        "param_gather": case.param_gather,
         **bubble(plan, case.microbatches),
         **times(scheduled, cost, case.gpus),
         "over": by_axes(scheduled.timeline, plan.mesh, cost.devices_per_node),
