@@ -240,6 +240,12 @@ class Processes:
         self._coordinator.announce(rank, how, is_abort=status == _ABORTED)
         self._report(f"{self._describe(rank)} {how}; ending the others")
         self._wait_for_all(_TOLD_SECS)
+        if self._crashed:
+            # Of those that are killed together, one may be seen to end first. Survivors
+            # may end by other signals when the job is torn down, but not by this one.
+            self._crashed |= {
+                rank for rank, s in enumerate(self.statuses) if s == -signal.SIGKILL
+            }
         self.close()
         return _job_status(status, [self.statuses[cause] for cause in self.blamed])
 

@@ -322,6 +322,15 @@ def test_who_is_blamed_is_who_died_and_not_who_ended_as_an_effect():
     assert processes.blamed == {2}
 
 
+def test_processes_that_are_killed_while_the_others_are_told_are_blamed(monkeypatch):
+    monkeypatch.setattr("fsdp_jax.launch._processes._TOLD_SECS", 3)
+    code = f"rank = int(os.environ['RANK'])\ntime.sleep((9, 0, 0.5)[rank]); {DIE}"
+    command = [sys.executable, "-S", "-c", "import os, signal, time\n" + code]
+    with Processes(command, 3, line=lambda *_: None) as processes:
+        assert processes.wait(20) == 128 + signal.SIGKILL
+    assert processes.blamed == {1, 2}
+
+
 # The command
 
 
