@@ -77,6 +77,8 @@ FIGURES = (
         )
         for decoder in (
             "llama-3-8b-cp",
+            "llama-3-8b-float8",
+            "llama-3-8b-float8-gather",
             "llama-3-70b",
             "llama-3-70b-pp",
             "mixtral-8x7b",

@@ -25,6 +25,8 @@ LARGER = {
     "deepseek-v3-float8": 1,
     "llama-3-70b-pp": 1,
     "llama-3-8b-cp": 2,
+    "llama-3-8b-float8": 1,
+    "llama-3-8b-float8-gather": 1,
 }
 """Decoder -> digits of a percent of its exposed communication."""
 IN_PARTS = (
