@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from fsdp_jax._scopes import OPTIMIZER, is_in
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
 from fsdp_jax.hlo._program import CommunicatedArray
 
@@ -15,8 +16,9 @@ _VIEWS = ("bitcast", "reshape", "copy", "get-tuple-element")
 def parts_of(module: Module, one: CommunicatedArray) -> Iterator[CommunicatedArray]:
     """Yields the arrays that a collective sends, with the scope of what made each.
 
-    A merged collective has no scope of its own, so that what the optimizer sums or
-    gathers cannot be told from gradients and weights by the collective alone.
+    A merged collective has no scope of its own, or that of one of its arrays, so that
+    what the optimizer sums or gathers cannot be told from gradients and weights by the
+    collective alone.
 
     Args:
       module: Module of the program.
@@ -24,7 +26,20 @@ def parts_of(module: Module, one: CommunicatedArray) -> Iterator[CommunicatedArr
     """
     operands = one.instruction.operands
     read = one.computation.by_name.get(operands[min(one.index, len(operands) - 1)])
-    if one.instruction.op_name or read is None:
+    if read is None:
+        yield one
+        return
+    if one.instruction.op_name:
+        scope = _source(one.computation, read).op_name
+        # Gradients are reduced before the optimizer runs; weights may be gathered from
+        # what it wrote.
+        is_merged = len(operands) > 1 and one.op != "all-gather"
+        if (
+            is_merged
+            and scope
+            and is_in(scope, OPTIMIZER) != is_in(one.scope, OPTIMIZER)
+        ):
+            one = dataclasses.replace(one, scope=scope)
         yield one
         return
     parts = _operands(module, one.computation, read) if one.op == "all-reduce" else []

@@ -32,13 +32,13 @@ WIDE_SUMS = fsdp.MixedPrecisionPolicy(
 )
 
 
-def make_weights(key, scale=1):
+def make_weights(key, scale=1, layers=LAYERS):
     up, down, head = jax.random.split(key, 3)
     return {
         "layers": {
-            "up": jax.random.normal(up, (LAYERS, WIDTH * scale, MLP * scale)),
-            "down": jax.random.normal(down, (LAYERS, MLP * scale, WIDTH * scale)),
-            "bias": jnp.zeros((LAYERS, MLP * scale)),
+            "up": jax.random.normal(up, (layers, WIDTH * scale, MLP * scale)),
+            "down": jax.random.normal(down, (layers, MLP * scale, WIDTH * scale)),
+            "bias": jnp.zeros((layers, MLP * scale)),
         },
         "head": jax.random.normal(head, (WIDTH * scale, OUT)),
     }
@@ -58,18 +58,20 @@ def loss_of(layer=layer, **options):
     return loss
 
 
-def plan_of(mesh=None, *, devices=None, units=("layers",), scale=1, **config) -> Plan:
+def plan_of(
+    mesh=None, *, devices=None, units=("layers",), scale=1, layers=LAYERS, **config
+) -> Plan:
     return fsdp.fully_shard(
-        functools.partial(make_weights, scale=scale),
+        functools.partial(make_weights, scale=scale, layers=layers),
         fsdp.make_mesh(devices=devices, **(mesh or {})),
         [fsdp.Stacked(unit) for unit in units],
         fsdp.FSDPConfig(**config),
     )
 
 
-def lowered(plan: Plan, loss=None, num_microbatches=1, state=None):
+def lowered(plan: Plan, loss=None, num_microbatches=1, state=None, tx=TX):
     step = fsdp.make_train_step(
-        plan, loss or loss_of(), TX, num_microbatches=num_microbatches
+        plan, loss or loss_of(), tx, num_microbatches=num_microbatches
     )
     width = plan.param_plans[0].shape[0]
     rows = {"x": (ROWS, width), "y": (ROWS, OUT)}
@@ -77,7 +79,7 @@ def lowered(plan: Plan, loss=None, num_microbatches=1, state=None):
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=plan.batch_sharding)
         for name, shape in rows.items()
     }
-    return step.jitted.lower(state or fsdp.abstract_state(plan, TX), data)
+    return step.jitted.lower(state or fsdp.abstract_state(plan, tx), data)
 
 
 def differences(plan: Plan, program, **options) -> list[str]:
@@ -532,6 +534,23 @@ def test_microbatches_of_unrolled_layers_are_not_gathered_together(gpus):
     step = fsdp.make_train_step(plan, case.loss, TX, num_microbatches=2)
     compiled = step.lower(fsdp.abstract_state(plan, TX), batch()).compile()
     fsdp.audit_step(plan, compiled, num_microbatches=2)
+
+
+def test_what_the_optimizer_reduces_beside_gradients_is_not_judged(gpus):
+    """Of as many layers as ranks, Adafactor's sums over a split dim are split by layer.
+
+    XLA merges their reduction with that of gradients, and names it as one of them.
+    """
+    plan = plan_of(devices=gpus, scale=4, layers=8)
+    tx = optax.adafactor(0.01, min_dim_size_to_factor=16)
+    program = lowered(plan, tx=tx).compile(compiler_options=compiler_options())
+    merged = [
+        line
+        for line in program.as_text().splitlines()
+        if "reduce-scatter-start(" in line and "reduce_scatter" in line
+    ]
+    assert any("f32[8,128]" in line for line in merged)
+    fsdp.audit_step(plan, program)
 
 
 @pytest.fixture(scope="module")
