@@ -24,6 +24,7 @@ import fsdp_jax as fsdp
 
 VOCAB, WIDTH, HIDDEN, HEADS, KV_HEADS, SEQ = 32_768, 2_048, 8_192, 32, 8, 2_048
 HEAD_DIM = WIDTH // HEADS
+LOOPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +235,21 @@ class ReadmeModel(nnx.Module):
 
 
 def readme(layers: int) -> Form:
+    return _of_blocks(layers, lambda model, x: model(x))
+
+
+def looped(layers: int) -> Form:
+    """All blocks again and again: a depth that recurs."""
+
+    def apply(model, x):
+        return jax.lax.scan(lambda x, _: (model(x), None), x, length=LOOPS)[0]
+
+    return _of_blocks(layers, apply)
+
+
+def _of_blocks(layers: int, apply: Callable[[Any, Any], Any]) -> Form:
     def loss(model, batch):
-        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        return jnp.mean((apply(model, batch["x"]) - batch["y"]) ** 2)
 
     def batch(gpus: int) -> Any:
         # As many rows as the decoders have tokens.
@@ -274,6 +288,7 @@ FORMS: dict[str, Callable[[int], Form]] = {
     "vit": vision_transformer,
     "scanned": scanned,
     "readme": readme,
+    "looped": looped,
     "reference": reference,
 }
 """Name -> `form(layers)`; the last is what the others are compared with."""

@@ -27,6 +27,9 @@ OPTIMIZER = "optimizer"
 BY_LAYER = "by_layer"
 """Scope of the loops of an update over the layers of a stack in host memory."""
 
+HELD = "held"
+"""Scope of a barrier that holds a gather in the loop that runs it."""
+
 GATHER_FOR_STEP = "gather_for_step"
 """Scope of the gathers that run once a step, before the first microbatch."""
 

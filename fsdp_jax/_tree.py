@@ -24,6 +24,16 @@ def leaf_name(path: Sequence[Any]) -> str:
     return ".".join(_component(key) for key in path)
 
 
+def known_end(path: Sequence[Any], known: Collection[Any]) -> Any:
+    """Returns the longest end of a key path that is in `known`; None if there is none.
+
+    The path of an optimizer's moment ends in that of its parameter, since optax keeps
+    trees like the parameters' in its own.
+    """
+    ends = (tuple(path[start:]) for start in range(len(path) + 1))
+    return next((end for end in ends if end in known), None)
+
+
 def named_leaves(
     tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> list[tuple[str, Any]]:

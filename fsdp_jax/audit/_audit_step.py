@@ -124,7 +124,7 @@ def _differences(
     yield from check_placement(plan, program)
     yield from check_collectives(plan, program, arrays, expected)
     yield from kept(plan, program, arrays, expected, num_microbatches)
-    yield from over_tp(plan, arrays)
+    yield from over_tp(plan, program, arrays)
     if program.is_scheduled_for_gpus:
         yield from merged(arrays, expected)
         yield from too_many(plan, program, arrays, expected)

@@ -74,7 +74,9 @@ def check_collectives(
     merged: dict[frozenset[str], list[CommunicatedArray]] = {}
     in_other_dtype: list[CommunicatedArray] = []
     strange: list[CommunicatedArray] = []
-    for one in (part for whole in arrays for part in _judged_parts(program, whole)):
+    for one in (
+        part for whole in arrays for part in _judged_parts(plan, program, whole)
+    ):
         if not _is_judged(program, one):
             continue
         # Expected collectives first: a small gradient must not pass as a metric.
@@ -102,11 +104,15 @@ def check_collectives(
 
 
 def _judged_parts(
-    program: Program, one: CommunicatedArray
+    plan: Plan, program: Program, one: CommunicatedArray
 ) -> Iterator[CommunicatedArray]:
-    """Yields an array without the parts of it that belong to the optimizer."""
+    """Yields an array without its parts of the optimizer and of batch statistics."""
     parts = list(parts_of(program.module, one))
-    rest = [part for part in parts if not is_in(part.scope, OPTIMIZER)]
+    rest = [
+        part
+        for part in parts
+        if not is_in(part.scope, OPTIMIZER) and not _is_of_batch_norm(plan, part)
+    ]
     if len(rest) == len(parts):
         yield one if len(parts) > 1 else parts[0]
     elif rest:
@@ -172,10 +178,16 @@ def _is_small(plan: Plan, one: CommunicatedArray) -> bool:
     """
     if one.op != "all-reduce":
         return False
-    if plan.config.sync_batch_norm and any(name in one.scope for name in SYNC_SCOPES):
+    if _is_of_batch_norm(plan, one):
         return True
     state = {canonical(leaf.shape) for leaf in jax.tree.leaves(plan.model_state)}
     return one.elements <= _small(plan) or canonical(one.sent) in state
+
+
+def _is_of_batch_norm(plan: Plan, one: CommunicatedArray) -> bool:
+    return plan.config.sync_batch_norm and any(
+        name in one.scope for name in SYNC_SCOPES
+    )
 
 
 def _small(plan: Plan) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_jax._scopes import SEQUENCE_PARALLEL, is_in
+from fsdp_jax._scopes import OPTIMIZER, SEQUENCE_PARALLEL, is_in
 from fsdp_jax.audit._check_collectives import canonical
 from fsdp_jax.audit._expected import dims_of
 from fsdp_jax.audit._mismatch import Difference, named, observed
-from fsdp_jax.hlo._program import CommunicatedArray, Dims
+from fsdp_jax.hlo._concatenated import parts_of
+from fsdp_jax.hlo._program import CommunicatedArray, Dims, Program
 from fsdp_jax.sharding._plan import ParamPlan, Plan
 
 FIX = (
@@ -17,19 +18,23 @@ FIX = (
 )
 
 
-def over_tp(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Difference]:
+def over_tp(
+    plan: Plan, program: Program, arrays: Sequence[CommunicatedArray]
+) -> Iterator[Difference]:
     """Yields gathers over `tp` of matrices that the plan splits over it.
 
     XLA partitions `tp` by itself, so matrices are recognized by their dims. Gathers in
-    the scope of `sequence_parallel` are activations, whatever their dims.
+    the scope of `sequence_parallel` are activations, whatever their dims, and those in
+    the scope of the optimizer are its own.
     """
     split = [
         r
         for r in plan.param_plans
         if r.split.tensor_dim is not None and r.ndim_in_unit > 1
     ]
-    for one in arrays:
-        if one.axes != ("tp",) or one.op != "all-gather":
+    gathers = (x for x in arrays if x.axes == ("tp",) and x.op == "all-gather")
+    for one in (part for whole in gathers for part in parts_of(program.module, whole)):
+        if is_in(one.scope, SEQUENCE_PARALLEL) or is_in(one.scope, OPTIMIZER):
             continue
         alike = [
             (param, dims)
@@ -37,7 +42,7 @@ def over_tp(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Differe
             for dims in _unsharded_dims(plan, param)
             if canonical(dims) == canonical(one.received)
         ]
-        if alike and not is_in(one.scope, SEQUENCE_PARALLEL):
+        if alike:
             exact = [param for param, dims in alike if dims == one.received]
             yield Difference(
                 named(exact or [param for param, _ in alike]),

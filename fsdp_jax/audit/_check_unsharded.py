@@ -18,9 +18,13 @@ from fsdp_jax.audit._unsharded_units import (
 from fsdp_jax.hlo._program import CommunicatedArray, Program
 from fsdp_jax.sharding._plan import Plan
 
-FIX = (
+MERGED_FIX = (
     "FSDPConfig(prefetch=1) in the plan that the step was made with, and its compiler "
     "options, which make_train_step passes by default"
+)
+MANY_FIX = (
+    "make the step with this plan and its compiler options, which make_train_step "
+    "passes by default, and give fsdp.scan no larger prefetch="
 )
 
 
@@ -44,7 +48,7 @@ def too_many(
             f"units {', '.join(map(repr, found.names[:3]))}{others}",
             f"at most {most} are unsharded at once (prefetch={plan.prefetch})",
             f"has {found.units} unsharded at once, at {found.instruction}",
-            FIX,
+            MANY_FIX,
         )
 
 
@@ -69,7 +73,7 @@ def merged(
                 f"{name}, of {len(found)} arrays",
                 "each unit has gathers of its own",
                 f"gathers {units} units or more together",
-                FIX,
+                MERGED_FIX,
             )
 
 

@@ -34,11 +34,7 @@ def parts_of(module: Module, one: CommunicatedArray) -> Iterator[CommunicatedArr
         # Gradients are reduced before the optimizer runs; weights may be gathered from
         # what it wrote.
         is_merged = len(operands) > 1 and one.op != "all-gather"
-        if (
-            is_merged
-            and scope
-            and is_in(scope, OPTIMIZER) != is_in(one.scope, OPTIMIZER)
-        ):
+        if is_merged and is_in(scope, OPTIMIZER):
             one = dataclasses.replace(one, scope=scope)
         yield one
         return

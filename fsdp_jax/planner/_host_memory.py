@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.extend.mlir import ir
 
 from fsdp_jax._scopes import BY_LAYER, is_in
-from fsdp_jax._tree import PyTree
+from fsdp_jax._tree import PyTree, known_end
 from fsdp_jax.planner.liveness._operations import Program, Value
 from fsdp_jax.sharding._offload import HOST, optimizer_on_host, params_on_host
 from fsdp_jax.sharding._plan import Plan
@@ -90,8 +90,7 @@ def update_bytes(plan: Plan, state: TrainState, traced: core.ClosedJaxpr) -> int
     paths, _ = jax.tree_util.tree_flatten_with_path(state.params)
     sizes = {path: 0 for path, _ in paths}
     for path, leaf in jax.tree_util.tree_flatten_with_path((params, opt_state))[0]:
-        suffixes = (path[start:] for start in range(len(path)))
-        if (own := next((end for end in suffixes if end in sizes), None)) is not None:
+        if (own := known_end(path, sizes)) is not None:
             layers = leaf.shape[0] if leaf.shape in by_layer else 1
             sizes[own] += _bytes(leaf) // layers
     found = list(sizes.values())

@@ -24,6 +24,7 @@ from fsdp_jax.planner.liveness._lifetimes import LOOPS, Lifetimes, lifetimes
 from fsdp_jax.planner.liveness._operations import Operation, Program, Value
 from fsdp_jax.planner.liveness._overlapped_order import overlapped
 from fsdp_jax.planner.liveness._schedule_order import as_run
+from fsdp_jax.planner.liveness._stacked_results import stacked_early
 from fsdp_jax.planner.liveness._tp_propagation import Dim, dim_of
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._plan import Plan
@@ -181,6 +182,7 @@ class _Walk:
             extra: Sizes = {}
             for within in operation.bodies:
                 body = as_run(within, operation, self.weights)
+                body = stacked_early(body, operation)
                 inputs = _inputs(operation, body, found)
                 scopes = f"{inside}{operation.scopes}"
                 extra = _larger(extra, self.peak(body, *inputs, scopes))

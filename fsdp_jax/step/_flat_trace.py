@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from fsdp_jax._scopes import GATHERS, traced_function
+from fsdp_jax._scopes import GATHERS, HELD, is_in, traced_function
 from fsdp_jax.step._remat_policy import Resharding
 
 REMAT = ("checkpoint", "remat", "remat2")
@@ -20,6 +20,8 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "psum", "pmax")
 
 class FlatTrace:
     """A jaxpr with the calls inlined in which units gather or reduce.
+
+    The barriers of `hold_gathers` are left out.
 
     Attributes:
       eqns: Equations.
@@ -40,6 +42,9 @@ class FlatTrace:
     def _walk(self, eqns: Iterable[Any], env: dict[Any, Any], outer: Any) -> None:
         for eqn in eqns:
             given = [operand(env, v) for v in eqn.invars]
+            if is_held(eqn):
+                env.update(zip(eqn.outvars, given, strict=True))
+                continue
             info = eqn.source_info
             if outer is not None:
                 stack = outer + info.name_stack
@@ -86,6 +91,12 @@ class FlatTrace:
             v in self.of_shards or v in self.consts for v in read
         ):
             self.of_shards.update(eqn.outvars)
+
+
+def is_held(eqn: Any) -> bool:
+    """Returns whether an equation is a barrier of `hold_gathers`."""
+    is_barrier = eqn.primitive.name == "optimization_barrier"
+    return is_barrier and is_in(eqn.source_info.name_stack, HELD)
 
 
 def is_var(v: Any) -> bool:

@@ -18,6 +18,7 @@ from fsdp_jax._scopes import (
     unit_of,
 )
 from fsdp_jax.step._flat_trace import (
+    CALLS,
     REMAT,
     called,
     fresh,
@@ -214,6 +215,15 @@ def substituted(eqn: Any, env: dict[Any, Any]) -> Any:
 def gathers_in(jaxpr: Any) -> bool:
     """Returns whether a jaxpr enters a unit, in calls, loops and branches as well."""
     return any(True for _ in _entries(jaxpr.eqns, ()))
+
+
+def num_entries(jaxpr: Any) -> int:
+    """Returns how often a jaxpr gathers the weights of units, but for inner loops."""
+    return sum(
+        (traced_function(eqn) == FSDP_UNSHARD)
+        + (num_entries(called(eqn)[0]) if eqn.primitive.name in CALLS else 0)
+        for eqn in jaxpr.eqns
+    )
 
 
 def units_entered(jaxpr: Any) -> list[str]:

@@ -20,14 +20,17 @@ from jax.extend import core
 from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
 from fsdp_jax.step._flat_trace import CALLS, called, has_effects, operand
 from fsdp_jax.step._float_partition import FloatPartition
+from fsdp_jax.step._held_gathers import hold_gathers
 from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
     NotLiftedError,
     lift_gathers,
+    num_entries,
     renamed_call,
     substituted,
     units_entered,
 )
+from fsdp_jax.step._loop_equation import Loop
 from fsdp_jax.step._prefetch import run_stack
 from fsdp_jax.step._prefetch_stack import Stack
 from fsdp_jax.step._shard import Shard
@@ -46,10 +49,11 @@ def prefetch_scans(
 
     Returns:
       The trace with the same inputs, outputs and values. A loop stays as it is if its
-      gathers cannot be taken out of its body, and a log record says why.
+      gathers cannot be taken out of its body, and a log record says why; one that runs
+      the same units in each iteration gets the barriers of `hold_gathers`.
     """
     leaves = [
-        _Leaf(i, j)
+        _Leaf(i, j, j < len(jax.tree.leaves(shard.value)))
         for i, shard in enumerate(shards)
         for j in range(len(jax.tree.leaves(shard)))
     ]
@@ -60,42 +64,11 @@ def prefetch_scans(
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Leaf number `index` of shard number `shard`."""
+    """Leaf number `index` of shard number `shard`, and whether it is of its value."""
 
     shard: int
     index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """A scan: the numbers of its operands and results.
-
-    Attributes:
-      eqn: Equation.
-      num_consts: Number of constants, the first operands.
-      num_carry: Number of arrays in the carry, the next operands and the first results.
-    """
-
-    eqn: Any
-    num_consts: int
-    num_carry: int
-
-    @classmethod
-    def of(cls, eqn: Any) -> _Loop:
-        # By rank, a slice having a dim less than its array, since jax 0.10 and 0.12
-        # name the params differently.
-        body = eqn.params["jaxpr"].jaxpr
-        pairs = list(zip(eqn.invars, body.invars, strict=True))
-        num_sliced = sum(_ndim(outer) > _ndim(inner) for outer, inner in pairs)
-        results = zip(eqn.outvars, body.outvars, strict=True)
-        num_carry = sum(_ndim(outer) == _ndim(inner) for outer, inner in results)
-        return cls(eqn, len(pairs) - num_sliced - num_carry, num_carry)
-
-    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the constants, the carry and the arrays that are sliced."""
-        first, last = self.num_consts, self.num_consts + self.num_carry
-        given = list(operands)
-        return given[:first], given[first:last], given[last:]
+    is_value: bool = dataclasses.field(default=True, compare=False)
 
 
 # What a loop over n layers becomes, in a trace where `w` are the leaves of a stack of
@@ -156,20 +129,32 @@ class _Scans:
             self._refuse_streamed([self._shards[leaf.shard].param.unit], reason)
         if eqn.primitive.name not in CALLS:
             return [eqn]
+        return [self._with_body(eqn, eqn.invars, known)]
+
+    def _with_body(
+        self, eqn: Any, operands: Sequence[Any], known: dict[Any, _Leaf]
+    ) -> Any:
+        """Replaces the loops in what an equation runs.
+
+        Args:
+          eqn: A call, or a loop.
+          operands: Its first operands, in which to look for shards.
+          known: Variables that are leaves of shards.
+        """
         inner, consts = called(eqn)
-        given = zip(inner.invars, eqn.invars, strict=True)
-        own = {v: known[w] for v, w in given if isinstance(w, core.Var) and w in known}
+        given = zip(inner.invars, operands, strict=False)
+        own = {v: leaf for v, w in given if (leaf := _known(known, w))}
         new = self.replaced(inner, own)
         if new is inner:
-            return [eqn]
+            return eqn
         if isinstance(eqn.params["jaxpr"], core.ClosedJaxpr):
             new = core.ClosedJaxpr(new, consts)
-        return [eqn.replace(params=dict(eqn.params, jaxpr=new))]
+        return eqn.replace(params=dict(eqn.params, jaxpr=new))
 
     def _scan(
         self, eqn: Any, known: dict[Any, _Leaf], env: dict[Any, Any]
     ) -> Sequence[Any]:
-        loop = _Loop.of(eqn)
+        loop = Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
         units = units_entered(eqn.params["jaxpr"].jaxpr)
         if not units:
@@ -181,16 +166,41 @@ class _Scans:
             return [eqn]
         try:
             if not any(leaves):
-                raise NotLiftedError(
-                    "it does not slice the whole stack of their shards, as jax.lax.scan"
-                    " slices its xs"
-                )
+                return [self._of_same_units(loop, known)]
             run = self._run(loop, leaves)
             return [eqn] if run is None else _spliced(eqn, run, env)
         except NotLiftedError as reason:
             self._refuse_streamed(units, str(reason))
             _say(units[0], reason)
             return [eqn]
+
+    def _of_same_units(self, loop: Loop, known: dict[Any, _Leaf]) -> Any:
+        """Returns a loop that runs the same units in each iteration.
+
+        `order_units` orders those that its body runs one by one, and loops in its body
+        are replaced. No more units than may be unsharded at once are gathered once,
+        before the loop.
+
+        Raises:
+          NotLiftedError: If the loop is left as it is.
+        """
+        eqn = self._with_body(loop.eqn, loop.split(loop.eqn.invars)[0], known)
+        body = eqn.params["jaxpr"]
+        if num_entries(body.jaxpr) <= self._prefetch + 1:
+            if eqn is not loop.eqn:
+                return eqn
+            raise NotLiftedError(
+                "it does not slice the whole stack of their shards, as jax.lax.scan "
+                "slices its xs"
+            )
+        reason = "it runs the same units in each iteration"
+        self._refuse_streamed(units_entered(body.jaxpr), reason)
+        given = zip(body.jaxpr.invars, eqn.invars, strict=True)
+        consts, carry, xs = loop.split([*given])
+        values = [v for v, w in consts if (leaf := _known(known, w)) and leaf.is_value]
+        new = hold_gathers(body.jaxpr, [v for v, _ in [*carry, *xs]], values)
+        params = dict(eqn.params, jaxpr=core.ClosedJaxpr(new, body.consts))
+        return eqn.replace(params=params)
 
     def _refuse_streamed(self, units: Sequence[str], reason: str) -> None:
         """Raises for a loop that does not prefetch, if it is to stream its weights."""
@@ -207,7 +217,7 @@ class _Scans:
             )
 
     def _run(
-        self, loop: _Loop, leaves: Sequence[_Leaf | None]
+        self, loop: Loop, leaves: Sequence[_Leaf | None]
     ) -> Callable[..., Sequence[Any]] | None:
         """Returns a function of a loop's operands that prefetches; None if none has to.
 
@@ -239,7 +249,7 @@ class _Scans:
 
         return run
 
-    def _stack(self, loop: _Loop, lifted: LiftedGathers, sliced: _Sliced) -> Stack:
+    def _stack(self, loop: Loop, lifted: LiftedGathers, sliced: _Sliced) -> Stack:
         consts, carry, xs = loop.split([v.aval for v in loop.eqn.invars])
         slices = [xs[at] for at in sliced.others]
         num_ys = lifted.passed[len(carry) :].count(None)
@@ -363,10 +373,6 @@ def _is_weak(v: Any) -> bool:
 
 def _known(known: dict[Any, _Leaf], v: Any) -> _Leaf | None:
     return known.get(v) if isinstance(v, core.Var) else None
-
-
-def _ndim(v: Any) -> int:
-    return v.aval.ndim
 
 
 def _unchanged(eqn: Any) -> Iterator[tuple[Any, Any]]:

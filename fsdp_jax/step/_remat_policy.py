@@ -12,10 +12,15 @@ from fsdp_jax._scopes import FSDP_UNSHARD
 
 Policy = Callable[..., bool]
 
+_PASSING_ON = ("optimization_barrier", "stop_gradient")
+
 
 @dataclasses.dataclass(frozen=True)
 class Resharding:
     """The `jax.checkpoint` policy of a unit: everything but its gathered weights.
+
+    Nor what is what an operation was given: `hold_gathers` puts a barrier before
+    gathers, and a loop would save its shards for each iteration.
 
     Attributes:
       policy: Policy for everything else, see `reshard_after_forward`.
@@ -25,8 +30,9 @@ class Resharding:
 
     def __call__(self, primitive: Any, *args: Any, **params: Any) -> bool:
         """Returns whether the results of a primitive are saved."""
-        saves = without_float8(self.policy)
-        return not _is_unshard(primitive, params) and saves(primitive, *args, **params)
+        if _is_unshard(primitive, params) or primitive.name in _PASSING_ON:
+            return False
+        return without_float8(self.policy)(primitive, *args, **params)
 
 
 def without_float8(policy: Policy | None) -> Policy:

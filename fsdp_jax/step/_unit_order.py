@@ -30,19 +30,26 @@ gather them again.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from fsdp_jax.step._flat_trace import (
+    CALLS,
     FlatTrace,
     barrier_of,
+    called,
     is_var,
     name_of,
     operand,
     without_dead,
 )
+from fsdp_jax.step._held_gathers import has_held
+from fsdp_jax.step._loop_equation import Loop
 from fsdp_jax.step._unit_visits import (
     Visit,
     is_gather,
@@ -65,7 +72,56 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
       A `ClosedJaxpr` with the same inputs and outputs, and the same values to the bit.
       `closed` itself if it runs fewer than two units outside of loops.
     """
-    flat = FlatTrace(closed, set(closed.jaxpr.invars[:num_shard_leaves]))
+    jaxpr = _with_loops_ordered(closed.jaxpr, prefetch)
+    closed = core.ClosedJaxpr(jaxpr, closed.consts)
+    return _program_ordered(closed, set(jaxpr.invars[:num_shard_leaves]), prefetch)
+
+
+def _with_loops_ordered(jaxpr: Any, prefetch: int) -> Any:
+    """Orders the units in the bodies of loops that `hold_gathers` has marked."""
+    eqns = [_with_loop_ordered(eqn, prefetch) for eqn in jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=eqns)
+
+
+def _with_loop_ordered(eqn: Any, prefetch: int) -> Any:
+    is_loop = eqn.primitive.name == "scan"
+    if not is_loop and eqn.primitive.name not in CALLS:
+        return eqn
+    inner, consts = called(eqn)
+    new = _with_loops_ordered(inner, prefetch)
+    if is_loop and has_held(new):
+        constant, *varying = Loop.of(eqn).split(new.invars)
+        begin = sorted(itertools.chain(*varying), key=_size)[:1]
+        body = core.ClosedJaxpr(new, consts)
+        ordered = _program_ordered(body, set(constant), prefetch, tuple(begin))
+        new, consts = ordered.jaxpr, ordered.consts
+    if new is inner:
+        return eqn
+    if isinstance(eqn.params["jaxpr"], core.ClosedJaxpr):
+        new = core.ClosedJaxpr(new, consts)
+    return eqn.replace(params=dict(eqn.params, jaxpr=new))
+
+
+def _size(v: Any) -> tuple[bool, int]:
+    """Returns a key by which small arrays come first, and PRNG keys last."""
+    return jnp.issubdtype(v.aval.dtype, jax.dtypes.extended), v.aval.size
+
+
+def _program_ordered(
+    closed: Any, shards: set[Any], prefetch: int, begin: tuple[Any, ...] = ()
+) -> Any:
+    """Orders the collectives of a program, or of the body of a loop.
+
+    Args:
+      closed: `ClosedJaxpr`.
+      shards: Its inputs that are there from the start, and the same in each iteration.
+      prefetch: Number of units gathered ahead.
+      begin: Of a body, inputs that differ from iteration to iteration: its first units
+        wait for them, so that they are gathered in each iteration.
+    """
+    flat = FlatTrace(closed, shards)
     eqns = without_dead(flat.eqns, flat.outvars)
     visits = visits_of(eqns, flat.of_shards)
     if len(visits) < 2:
@@ -75,7 +131,7 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
     gathers = [eqn for eqn in eqns if is_gather(eqn, flat.of_shards)]
     apart = recomputable(eqns, gathers, flat.of_shards)
     eqns, casts = _with_casts_last(eqns, visits)
-    waits, env = _waits_of_gathers(visits, prefetch, casts, done), {}
+    waits, env = _waits_of_gathers(visits, prefetch, casts, done, begin), {}
     eqns = list(_ordered(eqns, visits, waits, apart, env))
     outvars = [operand(env, v) for v in flat.outvars]
     eqns = without_dead(eqns, outvars)
@@ -276,6 +332,7 @@ def _waits_of_gathers(
     prefetch: int,
     casts: Mapping[Any, Any],
     reads: Sequence[tuple[Any, ...]],
+    begin: tuple[Any, ...],
 ) -> dict[Any, tuple[Any, ...]]:
     """Returns what each gather of units waits for, by the name of its cast or its own.
 
@@ -284,10 +341,11 @@ def _waits_of_gathers(
       prefetch: Number of units gathered ahead.
       casts: Name of the cast before a gather, by the gather's name.
       reads: For each visit what shows that the weights before it are read.
+      begin: Variables that the first ones wait for.
     """
     waits: dict[Any, tuple[Any, ...]] = {}
     for i, visit in enumerate(visits):
-        start = _started(visits, i - prefetch) if i >= prefetch else ()
+        start = _started(visits, i - prefetch) if i >= prefetch else begin
         before = visits[i - 1].gathers if i else ()
         gathered = tuple(v for eqn in before for v in eqn.outvars)
         for eqn in visit.gathers:

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import NamedSharding
+from jax.tree_util import DictKey
 
-from fsdp_jax._tree import PyTree
+from fsdp_jax._tree import PyTree, known_end
 from fsdp_jax.optim._matrix_stack import MatrixStack
 from fsdp_jax.sharding._config import Placements
 from fsdp_jax.sharding._fully_shard import choose_split
@@ -37,7 +38,8 @@ Smaller ones are coefficients and are replicated, as are vectors of a few biases
 def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """Shards the optimizer's arrays by path and shape, for any optimizer.
 
-    An array whose path ends in a parameter's path belongs to that parameter. If it has
+    An array whose path ends in a parameter's path, or in a key of a dictionary that is
+    the parameter's name, belongs to that parameter. If it has
     the parameter's shape, it is sharded like it; if not (Adafactor's factors), or if it
     belongs to no parameter, it is sharded over the same axes on a dim of its own. An
     array without a dim of at least 2 elements is replicated, and so is one that belongs
@@ -52,16 +54,19 @@ def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     trained = [param for param in plan.param_plans if param.is_optimized]
     by_path = {path: param for (path, _), param in zip(flat, trained, strict=True)}
+    # Some optimizers keep dictionaries by dotted name.
+    by_path = {(DictKey(p.name),): p for p in trained} | by_path
     everyone = all_of(trained)
     shapes = abstract_optimizer_state(tx, params)
     unnamed = unnamed_arrays(
-        tx, params, shapes, lambda p: not _parameter_of(p, by_path)
+        tx, params, shapes, lambda path: known_end(path, by_path) is None
     )
 
     def abstract_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, MatrixStack):
             return leaf.abstract()
-        param = _parameter_of(path, by_path)
+        end = known_end(path, by_path)
+        param = None if end is None else by_path[end]
         shape = tuple(leaf.shape)
         if param is None or shape != param.shape:
             param = _array_plan(plan, shape, param)
@@ -75,15 +80,6 @@ def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     return jax.tree_util.tree_map_with_path(
         abstract_leaf, shapes, is_leaf=lambda node: isinstance(node, MatrixStack)
     )
-
-
-def _parameter_of(
-    path: tuple[Any, ...], by_path: dict[tuple[Any, ...], ParamPlan]
-) -> ParamPlan | None:
-    # Longest suffix first. optax nests copies of the parameter tree in its own state,
-    # so that the path of a moment ends in the path of its parameter.
-    suffixes = (path[start:] for start in range(len(path) + 1))
-    return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
 
 
 def _array_plan(

@@ -108,7 +108,9 @@ def _metrics(
     loss, aux, peaks = computed
     metrics = {
         "loss": loss,
-        "grad_norm": optax.tree.norm(trainable(plan, unpack(grads))),
+        # With their padding of zeros: without it, layers that are padded to a multiple
+        # of the stages would be sent from stage to stage.
+        "grad_norm": optax.tree.norm(trainable(plan, grads)),
     }
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale

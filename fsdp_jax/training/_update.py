@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fsdp_jax._tree import PyTree
+from fsdp_jax._tree import PyTree, known_end
 from fsdp_jax.sharding._offload import (
     OffloadPolicy,
     optimizer_on_host,
@@ -141,7 +141,7 @@ def _stacks(plan: Plan, params: PyTree, tree: PyTree) -> PyTree:
     }
 
     def is_stack(path, leaf):
-        return shapes.get(_parameter_of(path, shapes)) == leaf.shape
+        return shapes.get(known_end(path, shapes)) == leaf.shape
 
     return jax.tree_util.tree_map_with_path(is_stack, tree)
 
@@ -154,11 +154,5 @@ def _by_parameter(abstracts: tuple[PyTree, PyTree]) -> list[list[int]]:
 
     groups: dict[int, list[int]] = {i: [] for i in range(len(rank))}
     for i, (path, _) in enumerate(flat):
-        groups.setdefault(rank.get(_parameter_of(path, rank), len(rank)), []).append(i)
+        groups.setdefault(rank.get(known_end(path, rank), len(rank)), []).append(i)
     return list(groups.values())
-
-
-def _parameter_of(path: tuple[Any, ...], known: Collection[Any]) -> Any:
-    """Returns the path of a parameter that a path ends in; None if it is of none."""
-    ends = (path[start:] for start in range(len(path)))
-    return next((end for end in ends if end in known), None)

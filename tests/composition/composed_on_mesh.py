@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +106,13 @@ def loss_on_mesh(case: Composition, built: Built) -> Callable[..., Any]:
     return bound if case.bound_key else loss
 
 
-def plan_of(case: Composition, built: Built) -> fsdp.Plan:
+SPLIT_OVER_TP = {"up": 1}
+"""Name of a weight -> its dim that tp splits, from the end if negative."""
+
+
+def plan_of(
+    case: Composition, built: Built, over_tp: Mapping[str, int] = SPLIT_OVER_TP
+) -> fsdp.Plan:
     count = math.prod(case.axes.values())
     mesh = fsdp.make_mesh(**case.axes, devices=jax.devices()[:count])
     shapes = jax.eval_shape(lambda: split(case, model_of(built))[0])
@@ -115,7 +121,12 @@ def plan_of(case: Composition, built: Built) -> fsdp.Plan:
     if case.strategy == "placed":
         options["placements"] = fsdp.Placements(*PLACEMENTS[case.placement])
     if case.axes["tp"] > 1:
-        options["tensor_parallel"] = {n: 1 for n in names if n.split(".")[-1] == "up"}
+        options["tensor_parallel"] = {
+            # A plan counts the dims of a unit, without those of its stack.
+            name: over_tp[last] % (2 if case.has_units else leaf.ndim)
+            for name, leaf in fsdp.sharding.named_leaves(shapes)
+            if (last := name.split(".")[-1]) in over_tp
+        }
     if case.axes["cp"] > 1:
         options["context_parallel"] = {"x": 1, "y": 1}
     if case.remat != "none":

@@ -110,6 +110,19 @@ def by_position():
     return optax.GradientTransformation(init, update)
 
 
+def by_dotted_name():
+    """One of a user's own, with a dictionary by dotted name."""
+
+    def init(params):
+        return {name: jnp.zeros_like(leaf) for name, leaf in named_leaves(params)}
+
+    def update(updates, state, params=None):
+        new = {name: g + 0.5 * state[name] for name, g in named_leaves(updates)}
+        return jax.tree.structure(updates).unflatten(new.values()), new
+
+    return optax.GradientTransformation(init, update)
+
+
 def labelled(params):
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "fast" if "up" in str(path) else "slow", params
@@ -125,6 +138,7 @@ OPTIMIZERS = {
     "labelled": lambda plan: optax.multi_transform(
         {"fast": optax.sgd(1.0, momentum=0.9), "slow": optax.adam(1e-2)}, labelled
     ),
+    "dotted names": lambda plan: by_dotted_name(),
     "8 bits": lambda plan: fsdp.optim.eight_bit(optax.adam(1e-2), min_elements=300),
     "narrow floats": lambda plan: fsdp.optim.precision_aware(
         optax.adam(1e-2), {"mu": jnp.float8_e4m3fn, "nu": jnp.float16}
@@ -246,6 +260,18 @@ def test_state_that_forgets_names_loads_for_the_same_parameters_only(
     other = plan_of(8, {"frozen": ("layers.gate",)})  # of the same shape
     with pytest.raises(ValueError, match=facts(leaf)):
         fsdp.load(tmp_path, fsdp.abstract_state(other, tx), strict="ignore_all")
+
+
+def test_state_by_dotted_name_is_split_like_its_parameter():
+    num_devices, config, mesh = TARGETS["tp 2"]
+    plan = plan_of(num_devices, config, **mesh)
+    state = fsdp.abstract_state(plan, by_dotted_name())
+    params = dict(named_leaves(state.params))
+    for name in MATRICES:
+        assert state.opt_state[name].shape == params[name].shape
+    spec = state.opt_state["layers.up"].sharding.spec
+    assert spec == params["layers.up"].sharding.spec
+    assert "tp" in spec
 
 
 def test_a_stack_keeps_what_a_load_does_not_read(tmp_path):

@@ -1,0 +1,34 @@
+"""Composed models are compiled for GPUs as their plans say: those that were not once.
+
+`benchmarks/composition_audit.py` compiles hundreds.
+"""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from composition_audit import audited
+
+SEEDS = {
+    8: "the optimizer's state has dotted names, and tp splits weights",
+    137: "layers are padded for the stages of a pipeline, so the norm would send them",
+    157: "statistics of BatchNorms are reduced with gradients",
+}
+
+
+# What rows_of draws in float64 is float32 without x64, which compositions run with.
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+
+
+@pytest.fixture(autouse=True)
+def optimized():
+    """As XLA for GPUs compiles for users."""
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=SEEDS.values())
+def test_a_composition_is_compiled_as_planned(seed):
+    assert audited(seed) == ("as_planned", [])

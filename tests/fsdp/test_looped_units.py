@@ -1,0 +1,290 @@
+"""Models that run the same units in each iteration of a loop of their own.
+
+What depends on no iteration is taken out of a loop, by jax where it differentiates the
+loop and by XLA: the weights of all units would be unsharded while it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.blocks import WIDTH, EqxBlock, NnxBlock
+from helpers.compiles import compilations
+from jax import lax
+from jax.extend import core
+
+import fsdp_jax as fsdp
+from fsdp_jax.planner._compile import gpu_devices
+from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.step import _prefetched_scans
+
+UNITS, TIMES = 4, 3
+TX = optax.adam(1e-2)
+BATCH = jnp.sin(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([NnxBlock(rngs) for _ in range(UNITS)])
+
+
+class EqxModel(eqx.Module):
+    layers: list
+
+    def __init__(self, key):
+        self.layers = [EqxBlock(k) for k in jax.random.split(key, UNITS)]
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        for _ in range(UNITS):
+            x = LinenLayer()(x)
+        return x, None
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(16)(x)))
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        again = nn.scan(
+            LinenBlock,
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            length=TIMES,
+        )
+        return again()(x, None)[0]
+
+
+def make_list(key, width=WIDTH, units=UNITS):
+    shapes = {"up": (width, 2 * width), "down": (2 * width, width)}
+    keys = jax.random.split(key, units)
+    layers = [
+        {n: jax.random.normal(k, dims) / width for n, dims in shapes.items()}
+        for k in keys
+    ]
+    return {"layers": layers}
+
+
+def make_stack(key, **sizes):
+    layers = make_list(key, **sizes)["layers"]
+    return {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
+
+
+UNIT = fsdp.unit(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])
+
+
+def through_modules(model, x):
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def through_list(params, x):
+    for weights in params["layers"]:
+        x = UNIT(weights, x)
+    return x
+
+
+def through_stack(params, x):
+    return lax.scan(lambda x, w: (UNIT(w, x), None), x, params["layers"])[0]
+
+
+def scanned(once, model, x):
+    return lax.scan(lambda x, _: (once(model, x), None), x, length=TIMES)[0]
+
+
+def counted(once, model, x):
+    return lax.fori_loop(0, TIMES, lambda _, x: once(model, x), x)
+
+
+def nnx_scanned(once, model, x):
+    run = nnx.scan(once, in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=TIMES)
+    return run(model, x)
+
+
+def checkpointed(once, model, x):
+    once = jax.checkpoint(functools.partial(once, model))
+    return lax.scan(lambda x, _: (once(x), None), x, length=TIMES)[0]
+
+
+def nested(once, model, x):
+    inner = functools.partial(scanned, once)
+    return lax.scan(lambda x, _: (inner(model, x), None), x, length=2)[0]
+
+
+def of_rows(once, model, x):
+    """A loop that slices, and whose body reads a constant of it beside its units."""
+    scale = x.mean()
+
+    def body(state, row):
+        return once(model, state + row[None] * scale), state.mean()
+
+    state, means = lax.scan(body, x, x[:TIMES])
+    return state + means.sum()
+
+
+def list_before_stack(params, x):
+    return through_stack({"layers": params["stack"]}, UNIT(params["layers"][0], x))
+
+
+def make_both(key):
+    return make_list(key) | {"stack": make_stack(key)["layers"]}
+
+
+LIST = (make_list, ["layers.*"], through_list)
+STACK = (make_stack, [fsdp.Stacked("layers")], through_stack)
+FORMS = {
+    "nnx": (lambda key: NnxModel(nnx.Rngs(key)), [NnxBlock], through_modules, scanned),
+    "nnx.scan": (
+        lambda key: NnxModel(nnx.Rngs(key)),
+        [NnxBlock],
+        through_modules,
+        nnx_scanned,
+    ),
+    "linen": (
+        lambda key: LinenModel().init(key, BATCH),
+        ["params.*.LinenLayer_*"],
+        LinenModel().apply,
+        lambda once, model, x: once(model, x),
+    ),
+    "equinox": (EqxModel, [EqxBlock], through_modules, scanned),
+    "a list": (*LIST, scanned),
+    "a list, counted": (*LIST, counted),
+    "a list, checkpointed": (*LIST, checkpointed),
+    "a list, loop in loop": (*LIST, nested),
+    "a list, with rows": (*LIST, of_rows),
+    "a stack": (*STACK, scanned),
+    "a stack behind a unit": (
+        make_both,
+        ["layers.*", fsdp.Stacked("stack")],
+        list_before_stack,
+        scanned,
+    ),
+    "a stack, checkpointed": (*STACK, checkpointed),
+}
+
+
+def loss_of(form):
+    _, _, once, loop = FORMS[form]
+
+    def loss(model, batch):
+        return (loop(once, model, batch) ** 2).mean()
+
+    return loss
+
+
+def planned(form, devices=None, make=None, **config):
+    make_model, units, _, _ = FORMS[form]
+    mesh = fsdp.make_mesh(devices=devices)
+    config = fsdp.FSDPConfig(**config)
+    return fsdp.fully_shard(make or make_model, mesh, units, config)
+
+
+def trained(form, **config):
+    plan = planned(form, **config)
+    step = fsdp.make_train_step(plan, loss_of(form), TX, num_microbatches=2)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    state, _ = step(state, BATCH)
+    with compilations() as heard:
+        state, metrics = step(state, BATCH)
+    assert not heard
+    return metrics["loss"], fsdp.unshard(state.params)
+
+
+@pytest.mark.usefixtures("fusion_emitters")
+@pytest.mark.parametrize("form", FORMS)
+def test_the_order_changes_no_bit_and_compiles_once(form):
+    left, ordered = trained(form, prefetch=0), trained(form, prefetch=1)
+    jax.tree.map(np.testing.assert_array_equal, left, ordered)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "stack" not in form])
+def test_each_iteration_gathers(form):
+    plan = planned(form)
+    step = fsdp.make_train_step(plan, loss_of(form), TX)
+    trace = step.jitted.trace(fsdp.abstract_state(plan, TX), BATCH).jaxpr
+    matrices = sum(param.ndim_in_unit > 1 for param in plan.param_plans)
+    inside, outside = gathers_of(trace.jaxpr)
+    # In forward and in backward.
+    assert inside >= 2 * matrices and not outside
+
+
+def gathers_of(jaxpr, in_loop=False):
+    """How many matrices a program gathers within loops, and how many outside."""
+    found = np.zeros(2, int)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "all_gather":
+            found[int(not in_loop)] += eqn.outvars[0].aval.ndim > 1
+        inner = in_loop or eqn.primitive.name == "scan"
+        for value in eqn.params.values():
+            value = getattr(value, "jaxpr", value)
+            if isinstance(value, core.Jaxpr):
+                found += gathers_of(value, inner)
+    return tuple(map(int, found))
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_a_loop_saves_no_shard_for_each_iteration(policy):
+    """An input of a checkpointed function is saved: in each iteration, if it varies."""
+    width, times = 16, 5
+    make = functools.partial(make_list, width=width)
+    plan = planned("a list", make=make, remat_policy=policy)
+
+    def loss(params, batch):
+        x, _ = lax.scan(
+            lambda x, _: (through_list(params, x), None), batch, length=times
+        )
+        return (x**2).mean()
+
+    rows = jnp.zeros((3 * plan.mesh.size, width))
+    step = fsdp.make_train_step(plan, loss, TX)
+    trace = step.jitted.trace(fsdp.abstract_state(plan, TX), rows).jaxpr
+    stacks = set(re.findall(rf"f32\[{times},([\d,]+)\]", str(trace)))
+    assert f"3,{width}" in stacks  # Activations are.
+    assert stacks.isdisjoint({f"{width // 8},{2 * width}", f"{width // 4},{width}"})
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """Stand-ins for 8 GPUs, where XLA's plugin is installed."""
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield gpu_devices(GPUS["h200"], 8)
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def compiled_for(gpus, form, **config):
+    make = functools.partial(FORMS[form][0], width=256, units=6)
+    plan = planned(form, gpus, make, **config)
+    rows = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=plan.batch_sharding)
+    step = fsdp.make_train_step(plan, loss_of(form), TX)
+    return plan, step.lower(fsdp.abstract_state(plan, TX), rows).compile()
+
+
+GPU_FORMS = ["a list", "a list, counted", "a list, loop in loop", "a stack"]
+
+
+@pytest.mark.parametrize("form", GPU_FORMS)
+def test_no_more_units_are_unsharded_than_gathered_ahead(gpus, form):
+    fsdp.audit_step(*compiled_for(gpus, form))
+
+
+def test_gathers_taken_out_of_the_loop_are_named(gpus, monkeypatch):
+    monkeypatch.setattr(_prefetched_scans, "hold_gathers", lambda body, *_: body)
+    with pytest.raises(fsdp.audit.AuditError, match="has 6 unsharded at once"):
+        fsdp.audit_step(*compiled_for(gpus, "a list"))
