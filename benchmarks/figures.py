@@ -61,6 +61,7 @@ class Figure:
 
 
 _PICTURE = "docs/pages/explanation/published_steps.svg"
+_FOREIGN = "--models llama3 qwen3 gpt2 vit scanned readme reference"
 FIGURES = (
     *(
         Figure(
@@ -98,7 +99,18 @@ FIGURES = (
     Figure("experts", ("experts.py --layers 16 --out OUT",)),
     Figure(
         "foreign",
-        ("foreign.py --out OUT", "foreign.py --compile-times --gpus 8 --out OUT"),
+        (
+            f"foreign.py {_FOREIGN} --out OUT",
+            "foreign.py --compile-times --gpus 8 --out OUT",
+        ),
+        venv=".venv-foreign",
+    ),
+    Figure(
+        "foreign_looped",
+        (
+            "foreign.py --models looped --layers 12 "
+            "--orders prefetch=1 prefetch=0 saved --out OUT",
+        ),
         venv=".venv-foreign",
     ),
     Figure(
@@ -148,8 +160,8 @@ FIGURES = (
     ),
     Figure(
         "composition_audit",
-        ("composition_audit.py --cases 100 --out OUT",),
-        whole=("cases", 100),
+        ("composition_audit.py --cases 250 --out OUT",),
+        whole=("cases", 250),
     ),
     Figure("planted_faults", ("planted_faults.py --out OUT",)),
     Figure("mutants", ("mutants.py cover --out OUT", "mutants.py run --out OUT")),

@@ -67,6 +67,19 @@ def test_the_table_of_overlap_is_that_of_the_runs(gpus, ending):
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
+def test_the_table_of_a_depth_that_recurs_is_that_of_the_runs(gpus):
+    rows = {r["order"]: r for r in read("foreign_looped")["rows"] if r["gpus"] == gpus}
+    row, without = rows["prefetch=1"], rows["prefetch=0"]
+    exposed = [
+        f"{r['exposed_of_step']:.1%} of {r['step_ms']:.1f} ms" for r in (row, without)
+    ]
+    memory = [f"{r['compiled_gb']:.2f} GB" for r in (row, without)]
+    units = [str(r["units_unsharded"]) for r in (row, without)]
+    cells = [str(gpus), *exposed, *memory, f"{row['predicted_gb']:.2f} GB", *units]
+    assert f"| {' | '.join(cells)} |" in said(BRING)
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
 def test_the_table_of_models_of_others_is_that_of_the_runs(gpus):
     rows = read("foreign")["rows"]
     by_order = {(r["model"], r["order"]): r for r in rows if r["gpus"] == gpus}
