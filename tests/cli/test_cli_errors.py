@@ -285,6 +285,17 @@ def test_another_vocabulary_is_another_model(places, write_llama, tmp_path, caps
     assert re.search(facts(f"OUT '{other}'", "264", "256"), message)
 
 
+def test_a_model_that_lacks_tensors_is_not_compared(places, tmp_path, capsys):
+    """transformers draws them at random, so that each run differs by something else."""
+    pytest.importorskip("torch")
+    drop = ["--drop", "model.layers.0.mlp.*"]
+    assert main(["edit", places["llama"], str(tmp_path / "fewer"), *drop]) == 0
+    capsys.readouterr()
+    message = fails(f"compare {{llama}} {tmp_path / 'fewer'}", places, tmp_path, capsys)
+    named = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gate")]
+    assert re.search(facts("3 tensors", *named), message)
+
+
 def test_losses_apart_have_status_1(trained, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     lines = [json.loads(line) for line in trained.metrics.read_text().splitlines()]

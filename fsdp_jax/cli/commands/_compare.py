@@ -202,7 +202,16 @@ def _outputs_of_transformers(path: Path, tokens: Tokens) -> Outputs:
     torch = require("torch", "fsdp-jax compare")
     transformers = require("transformers", "fsdp-jax compare")
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path).float().eval()
+    transformers.utils.logging.set_verbosity_error()  # What is missing is said below.
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        path, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{path} lacks {len(missing)} tensors of its model, which transformers "
+            "would draw at random: " + ", ".join(missing) + "."
+        )
+    model = model.float().eval()
     with torch.no_grad():
         out = model(torch.from_numpy(tokens), output_hidden_states=True)
     hidden = np.stack([state.numpy() for state in out.hidden_states])
