@@ -31,8 +31,8 @@ _FLAGS = [
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
 ]
 _EMITTERS = "xla_cpu_use_fusion_emitters"
-_HAS_EMITTERS = jax.__version_info__[:2] == (0, 10)  # jaxlib 0.12 has no such flag.
-if _HAS_EMITTERS:
+HAS_EMITTERS = jax.__version_info__[:2] == (0, 10)  # jaxlib 0.12 has no such flag.
+if HAS_EMITTERS:
     _FLAGS.append(f"--{_EMITTERS}=false")  # Halves it once more.
 
 XLA_FLAGS = " ".join(_FLAGS)
@@ -92,7 +92,7 @@ def fusion_emitters() -> Iterator[None]:
     Without the emitters two programs that compute the same may round otherwise, and
     bfloat16 is copied through float32, which makes other bits of some NaNs.
     """
-    if not _HAS_EMITTERS:
+    if not HAS_EMITTERS:
         yield
         return
     options_of = compiler.get_compile_options
