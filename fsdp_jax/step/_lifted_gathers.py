@@ -217,6 +217,11 @@ def gathers_in(jaxpr: Any) -> bool:
     return any(True for _ in _entries(jaxpr.eqns, ()))
 
 
+def gathers_ahead(jaxpr: Any) -> bool:
+    """Returns whether a jaxpr runs a loop that gathers ahead."""
+    return any(name == FSDP_SCAN for name, _ in _entries(jaxpr.eqns, ()))
+
+
 def num_entries(jaxpr: Any) -> int:
     """Returns how often a jaxpr gathers the weights of units, but for inner loops."""
     return sum(

@@ -24,6 +24,7 @@ from fsdp_jax.step._held_gathers import hold_gathers
 from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
     NotLiftedError,
+    gathers_ahead,
     lift_gathers,
     num_entries,
     renamed_call,
@@ -179,16 +180,18 @@ class _Scans:
 
         `order_units` orders those that its body runs one by one, and loops in its body
         are replaced. No more units than may be unsharded at once are gathered once,
-        before the loop.
+        before the loop, unless a loop in the body gathers others.
 
         Raises:
           NotLiftedError: If the loop is left as it is.
         """
         eqn = self._with_body(loop.eqn, loop.split(loop.eqn.invars)[0], known)
         body = eqn.params["jaxpr"]
-        if num_entries(body.jaxpr) <= self._prefetch + 1:
-            if eqn is not loop.eqn:
-                return eqn
+        entries = num_entries(body.jaxpr)
+        has_loops = eqn is not loop.eqn or gathers_ahead(body.jaxpr)
+        if has_loops and not entries:
+            return eqn
+        if not has_loops and entries <= self._prefetch + 1:
             raise NotLiftedError(
                 "it does not slice the whole stack of their shards, as jax.lax.scan "
                 "slices its xs"
