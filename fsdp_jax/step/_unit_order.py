@@ -22,6 +22,9 @@ two units are in memory: those being reduced and those being made. A gather cast
 it reads behind its barrier, or XLA would cast the shards of the whole model first and
 keep them.
 
+The body of a loop that runs the same units in each iteration is ordered by itself. Its
+first gathers wait for what differs from iteration to iteration, see `hold_gathers`.
+
 Units are counted in the order of the trace, forward and then backward. A visit of a
 unit whose weights are still there, as at the turn from forward to backward, does not
 gather them again.
@@ -70,7 +73,6 @@ def order_units(closed: Any, num_shard_leaves: int, prefetch: int) -> Any:
 
     Returns:
       A `ClosedJaxpr` with the same inputs and outputs, and the same values to the bit.
-      `closed` itself if it runs fewer than two units outside of loops.
     """
     jaxpr = _with_loops_ordered(closed.jaxpr, prefetch)
     closed = core.ClosedJaxpr(jaxpr, closed.consts)

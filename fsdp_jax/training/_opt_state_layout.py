@@ -38,13 +38,12 @@ Smaller ones are coefficients and are replicated, as are vectors of a few biases
 def abstract_opt_state(plan: Plan, tx: optax.GradientTransformation) -> PyTree:
     """Shards the optimizer's arrays by path and shape, for any optimizer.
 
-    An array whose path ends in a parameter's path, or in a key of a dictionary that is
-    the parameter's name, belongs to that parameter. If it has
-    the parameter's shape, it is sharded like it; if not (Adafactor's factors), or if it
-    belongs to no parameter, it is sharded over the same axes on a dim of its own. An
-    array without a dim of at least 2 elements is replicated, and so is one that belongs
-    to a replicated parameter, or a small one that belongs to none and divides by no
-    number of shards.
+    An array whose path ends in a parameter's path, or in its dotted name as a key,
+    belongs to that parameter. If it has the parameter's shape, it is sharded like it;
+    if not (Adafactor's factors), or if it belongs to no parameter, it is sharded over
+    the same axes on a dim of its own. An array without a dim of at least 2 elements is
+    replicated, and so is one that belongs to a replicated parameter, or a small one
+    that belongs to none and divides by no number of shards.
 
     An array that belongs to no parameter may hold values of several by position, such
     as the one vector of `optax.flatten`. Its `Padded.of` identifies the parameters, so
