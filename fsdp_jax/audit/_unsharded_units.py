@@ -19,8 +19,9 @@ from fsdp_jax.hlo._parse import Computation, Instruction, Module
 from fsdp_jax.hlo._program import CommunicatedArray, Program
 from fsdp_jax.sharding._plan import ROOT
 
-Weight = tuple[str, Key]
-"""Unit, and the form of the gather, of one unsharded array."""
+Weight = tuple[str | None, Key]
+"""Unit, None if XLA merged the gathers of several, and the form of one unsharded array.
+"""
 
 Sizes = Mapping[str, Mapping[Key, int]]
 """Unit -> how many of its weights have gathers of each form."""
@@ -84,13 +85,15 @@ def unsharded(
         is_inlined = is_in(one.scope, PREFETCH) and not one.loops
         if one.op != "all-gather" or is_inlined:
             continue
-        if unit := _unit(one, sizes):
+        if _is_of_unit(one, sizes):
             place = one.computation.name, result_of(one).name
             own = gathers.setdefault(place, _Gather(one.instruction.name))
-            own.weights.append((unit, key_of(one)))
+            own.weights.append((_unit(one, sizes), key_of(one)))
     module = program.module
     peak, _ = _Walk(module, gathers, sizes).peak(module[module.entry], {})
-    names = dict.fromkeys(unit for unit, _ in peak.weights)
+    names = dict.fromkeys(
+        unit or _unit_of_form(key, sizes) for unit, key in peak.weights
+    )
     return Unsharded(_count(peak.weights, sizes), tuple(names), peak.instruction)
 
 
@@ -106,25 +109,43 @@ def units_an_iteration(
     for one in arrays:
         if one.op != "all-gather" or not (one.loops and is_in(one.scope, PREFETCH)):
             continue
-        if unit := _unit(one, sizes):
+        if _is_of_unit(one, sizes):
             body = bodies.setdefault(one.computation.name, collections.Counter())
-            body[unit, key_of(one)] += 1
+            body[_unit(one, sizes), key_of(one)] += 1
     return max([1, *(_count(weights, sizes) for weights in bodies.values())])
 
 
 def _unit(one: CommunicatedArray, sizes: Sizes) -> str | None:
-    """Returns the unit of a gathered weight, by its scope or else by its form."""
-    if (unit := one.unit) is not None and unit in sizes:
-        return unit if key_of(one) in sizes[unit] else None
-    return next((unit for unit, own in sizes.items() if key_of(one) in own), None)
+    """Returns the unit of a gather by its scope; None for none, or for several."""
+    return one.unit if one.unit in sizes else None
+
+
+def _is_of_unit(one: CommunicatedArray, sizes: Sizes) -> bool:
+    """Returns whether a gather is of a unit's weight, by its scope or else its form."""
+    unit = _unit(one, sizes)
+    own = sizes.values() if unit is None else [sizes[unit]]
+    return any(key_of(one) in forms for forms in own)
+
+
+def _unit_of_form(key: Key, sizes: Sizes) -> str:
+    return next(unit for unit, own in sizes.items() if key in own)
 
 
 def _count(weights: Mapping[Weight, int], sizes: Sizes) -> int:
-    """Returns the number of units that have `weights` together."""
+    """Returns the least number of units that have `weights` together."""
     units: dict[str, int] = {}
     for (unit, key), number in weights.items():
-        units[unit] = max(units.get(unit, 0), math.ceil(number / sizes[unit][key]))
-    return sum(units.values())
+        if unit is not None:
+            units[unit] = max(units.get(unit, 0), math.ceil(number / sizes[unit][key]))
+    more = [0]
+    for (unit, key), number in weights.items():
+        if unit is None:
+            # First as weights of units that have others here too.
+            room = sum(count * sizes[one].get(key, 0) for one, count in units.items())
+            room -= sum(n for (one, k), n in weights.items() if one and k == key)
+            most = max(own.get(key, 0) for own in sizes.values())
+            more.append(math.ceil(max(0, number - room) / most))
+    return sum(units.values()) + max(more)
 
 
 @dataclasses.dataclass
