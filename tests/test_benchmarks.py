@@ -94,6 +94,8 @@ CLAIMS = [
     "checkpoint_stores: store_rounds >= 3",
     "config_fuzz: cases >= 1000",
     "config_fuzz: differ == 0",
+    "composition_audit: cases >= 250",
+    "composition_audit: findings == 0",
     "composition_fuzz: cases >= 2000",
     "composition_fuzz: differ == 0",
     "replay: kinds.*.false == 0",

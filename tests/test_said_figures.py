@@ -490,6 +490,16 @@ def test_there_are_as_many_tests_of_hostile_files_as_said():
     assert f"hostile checkpoints, in {count} tests," in said(HOLDS)
 
 
+def test_as_many_compositions_are_as_planned_as_said():
+    found = read("composition_audit")
+    assert found["refused"] == 1
+    assert (
+        f"Of {found['cases']} models, plans and runs that are put together at random, "
+        f"`tp` among them, and compiled for H200s, {found['as_planned']} do what their "
+        "plans say, and one is refused before"
+    ) in said(HOLDS)
+
+
 def test_the_readme_says_the_budget_of_the_light_tests():
     assert f"at most {tiers.BUDGET:,.0f} CPU-seconds" in said("README.md")
 
