@@ -103,6 +103,7 @@ _UNIT = "unit:"
 # A transform puts a scope in parentheses: `transpose(jvp(unit:layers))`. XLA joins the
 # scopes of instructions that it merges with a colon or a semicolon.
 _UNITS = re.compile(re.escape(_UNIT) + r"([^/():;]+)")
+_OPT_STATE = re.compile(r"\bopt_state\b")
 _TURNS = re.compile(r"turns_(\d+)_(\d+)/cond$")
 
 
@@ -134,6 +135,21 @@ def is_in(scopes: Any, name: str) -> bool:
       True
     """
     return name in re.split(r"[/():;]", str(scopes))
+
+
+def is_of_optimizer(scopes: Any) -> bool:
+    """Returns whether an operation is the update's, or moves what the optimizer keeps.
+
+    XLA names an operation that only moves an argument after that argument.
+
+    Examples:
+      >>> from fsdp_jax._scopes import is_of_optimizer
+      >>> is_of_optimizer("jit(step)/optimizer/add")
+      True
+      >>> is_of_optimizer("state.opt_state[0].mu['head']")
+      True
+    """
+    return is_in(scopes, OPTIMIZER) or bool(_OPT_STATE.search(str(scopes)))
 
 
 def turns_scope(start: int, stop: int) -> Any:

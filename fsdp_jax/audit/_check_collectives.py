@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from fsdp_jax._scopes import CONTEXT_PARALLEL, MODEL_STATE, OPTIMIZER, is_in
+from fsdp_jax._scopes import CONTEXT_PARALLEL, MODEL_STATE, is_in, is_of_optimizer
 from fsdp_jax.audit._diagnosis import diagnose
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import (
@@ -111,7 +111,7 @@ def _judged_parts(
     rest = [
         part
         for part in parts
-        if not is_in(part.scope, OPTIMIZER) and not _is_of_batch_norm(plan, part)
+        if not is_of_optimizer(part.scope) and not _is_of_batch_norm(plan, part)
     ]
     if len(rest) == len(parts):
         yield one if len(parts) > 1 else parts[0]
@@ -140,7 +140,7 @@ def _is_judged(program: Program, one: CommunicatedArray) -> bool:
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
     # What XLA has merged has the scope of one of its parts.
     is_of_state = is_in(one.scope, MODEL_STATE) and not _may_be_merged(program, one)
-    return is_data and not (is_of_state or is_in(one.scope, OPTIMIZER))
+    return is_data and not (is_of_state or is_of_optimizer(one.scope))
 
 
 def is_dispatch(plan: Plan, one: CommunicatedArray) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_jax._scopes import OPTIMIZER, SEQUENCE_PARALLEL, is_in
+from fsdp_jax._scopes import SEQUENCE_PARALLEL, is_in, is_of_optimizer
 from fsdp_jax.audit._check_collectives import canonical
 from fsdp_jax.audit._expected import dims_of
 from fsdp_jax.audit._mismatch import Difference, named, observed
@@ -34,7 +34,7 @@ def over_tp(
     ]
     gathers = (x for x in arrays if x.axes == ("tp",) and x.op == "all-gather")
     for one in (part for whole in gathers for part in parts_of(program.module, whole)):
-        if is_in(one.scope, SEQUENCE_PARALLEL) or is_in(one.scope, OPTIMIZER):
+        if is_in(one.scope, SEQUENCE_PARALLEL) or is_of_optimizer(one.scope):
             continue
         alike = [
             (param, dims)

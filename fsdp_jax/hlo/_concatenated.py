@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from fsdp_jax._scopes import OPTIMIZER, is_in
+from fsdp_jax._scopes import is_of_optimizer
 from fsdp_jax.hlo._parse import Computation, Instruction, Module
 from fsdp_jax.hlo._program import CommunicatedArray
 
@@ -34,7 +34,7 @@ def parts_of(module: Module, one: CommunicatedArray) -> Iterator[CommunicatedArr
         # Gradients are reduced before the optimizer runs; weights may be gathered from
         # what it wrote.
         is_merged = len(operands) > 1 and one.op != "all-gather"
-        if is_merged and is_in(scope, OPTIMIZER):
+        if is_merged and is_of_optimizer(scope):
             one = dataclasses.replace(one, scope=scope)
         yield one
         return

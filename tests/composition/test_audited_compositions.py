@@ -10,6 +10,7 @@ import pytest
 from composition_audit import audited
 
 SEEDS = {
+    3: "XLA moves what the optimizer keeps, and names that after an argument",
     4: "gathers of two units are merged, before a loop of the loss",
     8: "the optimizer's state has dotted names, and tp splits weights",
     137: "layers are padded for the stages of a pipeline, so the norm would send them",
