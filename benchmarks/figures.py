@@ -101,7 +101,7 @@ FIGURES = (
         "foreign",
         (
             f"foreign.py {_FOREIGN} --out OUT",
-            "foreign.py --compile-times --gpus 8 --out OUT",
+            f"foreign.py {_FOREIGN} --compile-times --gpus 8 --out OUT",
         ),
         venv=".venv-foreign",
     ),

@@ -34,6 +34,18 @@ def fusion_emitters() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[list[jax.Device]]:
+    """Stand-ins for 8 H200s, for which XLA compiles as for users."""
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
+    from fsdp_jax.planner._compile import gpu_devices
+    from fsdp_jax.planner._gpu import GPUS
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield gpu_devices(GPUS["h200"], 8)
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def pytest_report_header() -> str:
     """Says which of the two lanes this is."""
     torch = "with" if importlib.util.find_spec("torch") else "without"

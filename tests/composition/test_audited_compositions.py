@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 from composition_audit import audited
 
@@ -23,15 +22,7 @@ SEEDS = {
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 
 
-@pytest.fixture(autouse=True)
-def optimized():
-    """As XLA for GPUs compiles for users."""
-    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
+@pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("seed", SEEDS, ids=SEEDS.values())
 def test_a_composition_is_compiled_as_planned(seed):
     assert audited(seed) == ("as_planned", [])

@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
 from fsdp_jax.hlo._parse import parse
-from fsdp_jax.planner._compile import gpu_devices
-from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step import _collectives, _unit_order
 from fsdp_jax.training._compiler_options import compiler_options
@@ -481,15 +479,6 @@ def test_what_is_no_program_is_refused(full_precision):
 
 
 # Compiled for GPUs, without one. 7: what nothing computes beside
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    """Stand-ins for 8 GPUs, where XLA's plugin is installed."""
-    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield gpu_devices(GPUS["h200"], 8)
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def compiled_for(gpus, mesh=None, loss=None, num_microbatches=1, scale=1, **config):

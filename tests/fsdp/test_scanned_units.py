@@ -14,9 +14,9 @@ import optax
 import pytest
 from flax import nnx
 from helpers.blocks import WIDTH, EqxBlock, NnxBlock
-from helpers.compiles import compilations
 from helpers.errors import facts
 from helpers.operations import operations
+from helpers.two_steps import two_steps
 from jax.extend import core
 
 import fsdp_jax as fsdp
@@ -156,13 +156,7 @@ def planned(form, **options):
 
 def trained(name, **options):
     plan, loss = planned(FORMS[name], **options)
-    step = fsdp.make_train_step(plan, loss, TX)
-    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
-    state, _ = step(state, BATCH)
-    with compilations() as heard:
-        state, metrics = step(state, BATCH)
-    assert not heard
-    return metrics["loss"], fsdp.unshard(state.params)
+    return two_steps(plan, loss, TX, BATCH)
 
 
 @pytest.mark.usefixtures("fusion_emitters")

@@ -16,8 +16,6 @@ from fsdp_jax.audit._expected import expected_collectives
 from fsdp_jax.audit._unsharded_units import unsharded
 from fsdp_jax.hlo._parse import parse
 from fsdp_jax.hlo._program import Program, communicated_arrays
-from fsdp_jax.planner._compile import gpu_devices
-from fsdp_jax.planner._gpu import GPUS
 
 NAMES = ("a", "b", "c")
 
@@ -174,15 +172,6 @@ ENTRY %main (a: f32[3,2,4], b: f32[8,16], c: f32[2,4]) -> f32[8,16] {{
     text = HEAD + "\n" + BODY.replace("START", begin).replace("KIND", KIND) + entry
     compiled = Program(parse(text), False, is_cpu=False, is_scheduled=True)
     assert count(stack, compiled) == 2
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    """Stand-ins for 8 GPUs, where XLA's plugin is installed."""
-    pytest.importorskip("jax_plugins.xla_cuda12", reason="needs XLA's CUDA plugin")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield gpu_devices(GPUS["h200"], 8)
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 LAYERS, WIDTH = 5, 256
