@@ -188,6 +188,9 @@ _DEEPSEEK_V3 = DecoderCase(
 )
 # Its router chooses experts of four groups, each on one node.
 _BY_NODE = {"ranks_per_node": 8, "nodes_per_token": 4}
+_BY_NODE_FLOAT8 = dataclasses.replace(
+    _DEEPSEEK_V3, dispatch_dtype="float8", batch_parts=(1, 2, 4), **_BY_NODE
+)
 DECODERS = {
     "llama-3-8b-cp": DecoderCase(
         LLAMA_3_8B,
@@ -206,13 +209,17 @@ DECODERS = {
         LLAMA_3_70B, 64, {"pp": 4}, rows=2, microbatches=16, zero=2
     ),
     "mixtral-8x7b": _MIXTRAL_8X7B,
+    "mixtral-8x7b-float8-gather": dataclasses.replace(
+        _MIXTRAL_8X7B, param_gather="float8"
+    ),
     # Four times the tokens, for the same communication of weights.
     "mixtral-8x7b-16": dataclasses.replace(_MIXTRAL_8X7B, rows=16),
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-v3-float8": dataclasses.replace(_DEEPSEEK_V3, dispatch_dtype="float8"),
     "deepseek-v3-by-node": dataclasses.replace(_DEEPSEEK_V3, **_BY_NODE),
-    "deepseek-v3-by-node-float8": dataclasses.replace(
-        _DEEPSEEK_V3, dispatch_dtype="float8", batch_parts=(1, 2, 4), **_BY_NODE
+    "deepseek-v3-by-node-float8": _BY_NODE_FLOAT8,
+    "deepseek-v3-by-node-float8-gather": dataclasses.replace(
+        _BY_NODE_FLOAT8, param_gather="float8"
     ),
     "mixtral-8x7b-dropless": dataclasses.replace(_MIXTRAL_8X7B, capacity_factor=None),
 }
