@@ -83,6 +83,7 @@ FIGURES = (
             "llama-3-70b",
             "llama-3-70b-pp",
             "mixtral-8x7b",
+            "mixtral-8x7b-float8-gather",
             "mixtral-8x7b-16",
             "mixtral-8x7b-dropless",
             "deepseek-v3",
@@ -91,10 +92,16 @@ FIGURES = (
         for jax, venv in LANES.items()
     ),
     # XLA of jax 0.12 sends rows between nodes by an all-gather.
-    Figure(
-        "overlap_deepseek-v3-by-node-float8_jax0.10.2",
-        ("overlap.py --decoder deepseek-v3-by-node-float8 --out OUT",),
-        venv=LANES["jax0.10.2"],
+    *(
+        Figure(
+            f"overlap_{decoder}_jax0.10.2",
+            (f"overlap.py --decoder {decoder} --out OUT",),
+            venv=LANES["jax0.10.2"],
+        )
+        for decoder in (
+            "deepseek-v3-by-node-float8",
+            "deepseek-v3-by-node-float8-gather",
+        )
     ),
     Figure("experts", ("experts.py --layers 16 --out OUT",)),
     Figure(
