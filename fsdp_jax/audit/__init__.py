@@ -1,5 +1,7 @@
-"""Checks that a compiled step communicates what its plan says."""
+"""Checks that a compiled step communicates what its plan says, and of losses."""
 
+from fsdp_jax.audit._audit_loss import AuditedLoss as AuditedLoss
+from fsdp_jax.audit._audit_loss import audit_loss as audit_loss
 from fsdp_jax.audit._audit_step import AuditError as AuditError
 from fsdp_jax.audit._audit_step import audit_step as audit_step
 from fsdp_jax.audit._budget import BudgetError as BudgetError

@@ -1,0 +1,241 @@
+"""Audit of a loss: whether it trains on a mesh what it trains on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Key
+
+from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax.sharding._config import PipelineConfig
+from fsdp_jax.sharding._fully_shard import fully_shard
+from fsdp_jax.sharding._mesh import BATCH_AXES, make_mesh
+from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.step._loss import LossFn, takes_key
+from fsdp_jax.training._state import init_params, init_state, unshard
+from fsdp_jax.training._train_step import value_and_grad
+
+_RTOL, _RTOL_NARROW = 1e-3, 5e-2
+"""Differences by the order of sums are 1e-5 in float32, and 1e-2 in bfloat16."""
+
+_SMALL = 1e-3
+"""A gradient is judged by this part of the norm of all, where its own is less: what
+would be zero in exact arithmetic, as before a norm, is rounding."""
+
+_LISTED = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditedLoss:
+    """A loss that is on a mesh what it is on one device.
+
+    Attributes:
+      loss: Loss on the mesh.
+      loss_on_one_device: Loss of the same rows on one device.
+      grad_differences: For each trained parameter the norm of the difference of its
+        gradients, as a part of the norm of the gradient.
+    """
+
+    loss: float
+    loss_on_one_device: float
+    grad_differences: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """Returns the losses and the largest difference."""
+        name, largest = max(self.grad_differences.items(), key=lambda item: item[1])
+        return (
+            f"as on one device: loss {self.loss:.6g} for {self.loss_on_one_device:.6g},"
+            f" gradients within {largest:.1e} of their norms ('{name}' differs most)"
+        )
+
+
+def audit_loss(
+    plan: Plan,
+    loss_fn: LossFn,
+    batch: PyTree,
+    *,
+    params: PyTree | None = None,
+    key: Key[Array, ""] | None = None,
+    has_aux: bool = False,
+    calculate_per_token_loss: bool = False,
+    rtol: float | None = None,
+) -> AuditedLoss:
+    """Checks that loss and gradients on the plan's mesh are those of one device.
+
+    A loss sees the rows of one data rank, and the step averages over ranks. So a
+    function of all rows that is no mean over them (a contrastive loss, a load-balancing
+    loss, a variance, a weighted mean) trains another model on each mesh, and nothing
+    fails. This runs the loss once on the mesh and once on its first device, which needs
+    memory for the unsharded model and all rows: use a small config of the model, and
+    simulated CPU devices where there are no GPUs.
+
+    Args:
+      plan: Plan on a mesh of several devices.
+      loss_fn: Loss, as for `value_and_grad`. Dropout masks differ from mesh to mesh:
+        pass a loss that draws none.
+      batch: Rows for all devices, with leading dim `rows`.
+      params: Parameters, as for `value_and_grad`; None to initialize them.
+      key: PRNG key of the model and of the loss; default `jax.random.key(0)`.
+      has_aux: Whether `loss_fn` returns `(loss, aux)`; `aux` is not compared.
+      calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)`.
+      rtol: Largest difference of the losses, and of the gradients of a parameter by
+        their norm. None for 1e-3, or 5e-2 if the plan computes or communicates in 16
+        bits or fewer.
+
+    Returns:
+      Both losses and the differences of the gradients; print it for one line.
+
+    Raises:
+      ValueError: If they differ; it names the parameters. If the mesh has one device, or
+        is of several processes.
+
+    Examples:
+      >>> audited = fsdp.audit.audit_loss(plan, loss_fn, batch)
+      >>> max(audited.grad_differences.values()) < 1e-3
+      True
+    """
+    if plan.mesh.size == 1:
+        raise ValueError(
+            "audit_loss compares a mesh with one device, and the plan's mesh has 1 "
+            "device. Simulate more: jax.config.update('jax_num_cpu_devices', 8) before "
+            "any computation."
+        )
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"audit_loss runs the model on one device of this process, and the mesh is "
+            f"of {processes} processes. Run it in one, on simulated devices."
+        )
+    key = jax.random.key(0) if key is None else key
+    if params is None:
+        params = init_params(plan, key)
+    run = _Run(loss_fn, batch, key, has_aux, calculate_per_token_loss)
+    alone = _on_one_device(plan)
+    values = jax.tree.map(np.asarray, unshard(params))
+    loss, grads = run(plan, params)
+    wanted_loss, wanted = run(alone, jax.tree.map(_placed, values, alone.params))
+    found = AuditedLoss(loss, wanted_loss, dict(_differences(grads, wanted)))
+    rtol = _tolerance(plan) if rtol is None else rtol
+    if wrong := _wrong(found, rtol):
+        is_random = plan.has_keys or takes_key(loss_fn)
+        raise ValueError(_message(found, wrong, plan, batch, is_random))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One run of the loss and its gradients, on any mesh."""
+
+    loss_fn: LossFn
+    batch: PyTree
+    key: Key[Array, ""]
+    has_aux: bool
+    calculate_per_token_loss: bool
+
+    def __call__(self, plan: Plan, params: PyTree) -> tuple[float, PyTree]:
+        compute = value_and_grad(
+            plan,
+            self.loss_fn,
+            self.has_aux,
+            calculate_per_token_loss=self.calculate_per_token_loss,
+        )
+        # Of no optimizer: its `model_state`, such as the statistics of a BatchNorm.
+        state = init_state(plan, optax.identity(), params, key=self.key)
+        (loss, *_), grads = compute(
+            params, self.batch, key=self.key, model_state=state.model_state
+        )
+        return float(loss), jax.tree.map(np.asarray, unshard(grads))
+
+
+def _on_one_device(plan: Plan) -> Plan:
+    """Returns the plan of the same model and dtypes on the first device of the mesh."""
+    config = dataclasses.replace(
+        plan.config,
+        outer_dp_sharding_strategy=0,
+        placements=None,
+        offload=None,
+        pipeline=PipelineConfig(),
+    )
+    mesh = make_mesh(devices=[plan.mesh.devices.flat[0]])
+    return fully_shard(plan.make_model, mesh, units=plan.unit_specs, config=config)
+
+
+def _placed(value: np.ndarray, like: jax.ShapeDtypeStruct) -> Array:
+    return jax.device_put(value, like.sharding)
+
+
+def _tolerance(plan: Plan) -> float:
+    dtypes = {
+        jnp.dtype(dtype)
+        for param in plan.param_plans
+        for dtype in (param.precision.param, param.precision.grad_comm)
+    }
+    is_narrow = any(dtype.itemsize < 4 for dtype in dtypes)
+    is_rounded = plan.config.mp_policy.param_gather is not None
+    return _RTOL_NARROW if is_narrow or is_rounded else _RTOL
+
+
+def _differences(grads: PyTree, wanted: PyTree) -> Iterator[tuple[str, float]]:
+    """Yields the name of each parameter, and how far its gradients are apart."""
+    pairs = [
+        (name, _wide(one), _wide(other))
+        for (name, one), other in zip(
+            named_leaves(grads), jax.tree.leaves(wanted), strict=True
+        )
+        if jnp.issubdtype(one.dtype, jnp.floating)
+    ]
+    of_all = math.sqrt(sum(float((other**2).sum()) for *_, other in pairs))
+    for name, one, other in pairs:
+        norm = max(float(np.linalg.norm(other)), _SMALL * of_all)
+        apart = float(np.linalg.norm(one - other))
+        yield name, apart / norm if apart else 0.0
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64).reshape(-1)
+
+
+def _wrong(found: AuditedLoss, rtol: float) -> list[str]:
+    """Returns what differs, the largest difference first."""
+    by_size = sorted(found.grad_differences.items(), key=lambda item: -item[1])
+    # Not `>`, for which NaN would pass.
+    wrong = [
+        f"the gradient of '{name}' by {part:.2g} of its norm"
+        for name, part in by_size
+        if not part <= rtol
+    ]
+    loss, wanted = found.loss, found.loss_on_one_device
+    if not abs(loss - wanted) <= rtol * abs(wanted):
+        wrong.insert(0, f"loss {loss:.6g} for {wanted:.6g}")
+    return wrong
+
+
+def _message(
+    found: AuditedLoss, wrong: list[str], plan: Plan, batch: PyTree, is_random: bool
+) -> str:
+    ranks = math.prod(plan.mesh.shape[axis] for axis in BATCH_AXES)
+    rows = len(jax.tree.leaves(batch)[0])
+    listed = "".join(f"\n  {line}" for line in wrong[:_LISTED])
+    if len(wrong) > _LISTED:
+        listed += f"\n  and {len(wrong) - _LISTED} more"
+    reason = (
+        "Gather what needs all rows with jax.lax.all_gather, or average it with "
+        f"jax.lax.pmean, over {BATCH_AXES}; for a weighted mean return (sum, count) "
+        "with calculate_per_token_loss=True."
+    )
+    if math.isclose(found.loss * ranks, found.loss_on_one_device, rel_tol=1e-3):
+        reason = f"This one is {ranks} times as large on one device, as a sum over rows"
+        reason += " is: divide it by their number."
+    elif is_random:
+        reason += " Random numbers of model or loss differ from mesh to mesh: pass a "
+        reason += "loss that draws none, as with dropout's deterministic=True."
+    return (
+        f"The loss on {plan.mesh.size} devices is not that of one device:{listed}\n"
+        f"Each of {ranks} data ranks computes it for {rows // ranks} of {rows} rows, "
+        f"and it is averaged: a loss has to be the mean over its rows. {reason}"
+    )
