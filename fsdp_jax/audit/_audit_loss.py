@@ -108,7 +108,7 @@ def audit_loss(
         )
     if (processes := jax.process_count()) > 1:
         raise ValueError(
-            f"audit_loss runs the model on one device of this process, and the mesh is "
+            "audit_loss runs the model on one device of this process, and the mesh is "
             f"of {processes} processes. Run it in one, on simulated devices."
         )
     key = jax.random.key(0) if key is None else key
