@@ -92,8 +92,8 @@ def audit_loss(
       Both losses and the differences of the gradients; print it for one line.
 
     Raises:
-      ValueError: If they differ; it names the parameters. If the mesh has one device, or
-        is of several processes.
+      ValueError: If they differ; it names the parameters. If the mesh has one device,
+        or is of several processes.
 
     Examples:
       >>> audited = fsdp.audit.audit_loss(plan, loss_fn, batch)
