@@ -187,9 +187,9 @@ def _differences(grads: PyTree, wanted: PyTree) -> Iterator[tuple[str, float]]:
         for (name, one), other in zip(
             named_leaves(grads), jax.tree.leaves(wanted), strict=True
         )
-        if jnp.issubdtype(one.dtype, jnp.floating)
+        if jnp.issubdtype(one.dtype, jnp.inexact)
     ]
-    of_all = math.sqrt(sum(float((other**2).sum()) for *_, other in pairs))
+    of_all = math.hypot(*(float(np.linalg.norm(other)) for *_, other in pairs))
     for name, one, other in pairs:
         norm = max(float(np.linalg.norm(other)), _SMALL * of_all)
         apart = float(np.linalg.norm(one - other))
@@ -197,7 +197,8 @@ def _differences(grads: PyTree, wanted: PyTree) -> Iterator[tuple[str, float]]:
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float64).reshape(-1)
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return array.astype(np.complex128 if is_complex else np.float64).reshape(-1)
 
 
 def _wrong(found: AuditedLoss, rtol: float) -> list[str]:
