@@ -222,6 +222,17 @@ def gathers_ahead(jaxpr: Any) -> bool:
     return any(name == FSDP_SCAN for name, _ in _entries(jaxpr.eqns, ()))
 
 
+def gathers_in_loops(jaxpr: Any) -> bool:
+    """Returns whether a jaxpr enters a unit within a loop or a branch."""
+    return any(
+        gathers_in_loops(called(eqn)[0])
+        if eqn.primitive.name in CALLS
+        else traced_function(eqn) not in GATHERS
+        and any(map(gathers_in, _programs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def num_entries(jaxpr: Any) -> int:
     """Returns how often a jaxpr gathers the weights of units, but for inner loops."""
     return sum(

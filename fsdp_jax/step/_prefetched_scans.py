@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
 
@@ -25,6 +26,7 @@ from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
     NotLiftedError,
     gathers_ahead,
+    gathers_in_loops,
     lift_gathers,
     num_entries,
     renamed_call,
@@ -34,6 +36,7 @@ from fsdp_jax.step._lifted_gathers import (
 from fsdp_jax.step._loop_equation import Loop
 from fsdp_jax.step._prefetch import run_stack
 from fsdp_jax.step._prefetch_stack import Stack
+from fsdp_jax.step._remat_policy import Resharding
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._static_runs import StaticRun
 
@@ -166,29 +169,98 @@ class _Scans:
             )
             return [eqn]
         try:
-            if not any(leaves):
-                return [self._of_same_units(loop, known)]
-            run = self._run(loop, leaves)
+            if any(leaves):
+                run = self._run(loop, leaves)
+            else:
+                eqn = self._with_body(eqn, loop.split(eqn.invars)[0], known)
+                has_loops = eqn is not loop.eqn
+                loop = Loop.of(eqn)
+                run = self._gathered_once(loop, known)
+                if run is None:
+                    return [self._of_same_units(loop, known, has_loops=has_loops)]
             return [eqn] if run is None else _spliced(eqn, run, env)
         except NotLiftedError as reason:
             self._refuse_streamed(units, str(reason))
             _say(units[0], reason)
             return [eqn]
 
-    def _of_same_units(self, loop: Loop, known: dict[Any, _Leaf]) -> Any:
+    def _gathered_once(
+        self, loop: Loop, known: dict[Any, _Leaf]
+    ) -> Callable[..., Sequence[Any]] | None:
+        """Returns a function of a loop's operands that gathers before the loop.
+
+        For a loop that runs the same units in each iteration, as the cell of an RNN is,
+        if they may be unsharded together. jax and XLA would take their gathers out of
+        the loop, but not the reductions of their gradients: a step would reduce one in
+        each iteration.
+
+        Returns:
+          The function; None if they may not, or the loop has loops over units in it.
+
+        Raises:
+          NotLiftedError: If the loop's gathers cannot be taken out of its body.
+        """
+        body = loop.eqn.params["jaxpr"]
+        entries = num_entries(body.jaxpr)
+        if not 0 < entries <= self._prefetch + 1 or gathers_in_loops(body.jaxpr):
+            return None
+        if gathers_ahead(body.jaxpr):
+            return None
+        consts, carry, xs = loop.split(loop.eqn.invars)
+        of_loop = [_known(known, v) is not None for v in consts]
+        lifted = lift_gathers(body, [*of_loop, *[False] * len([*carry, *xs])])
+        if lifted is None:
+            return None
+        if has_effects(loop.eqn):
+            raise NotLiftedError("it has side effects, such as jax.debug.print")
+        if any(at is not None for at in lifted.passed):
+            raise NotLiftedError("it returns a shard")
+        self._refuse_streamed(
+            units_entered(body.jaxpr), "it runs the same units in each iteration"
+        )
+        options = {name: loop.eqn.params[name] for name in ("length", "reverse")}
+
+        def looped(shards, others, carry, xs):
+            values = lifted.gather(*(shards[at] for at in lifted.read))
+
+            def run(carry, x):
+                made = lifted.rest(*values, *others, *carry, *x)
+                return made[: len(carry)], made[len(carry) :]
+
+            return lax.scan(run, carry, xs, unroll=loop.eqn.params["unroll"], **options)
+
+        # Saves all but the weights, which backward gathers again.
+        resharded = jax.checkpoint(looped, policy=Resharding(None))
+
+        def run(*operands):
+            consts, carry, xs = loop.split(operands)
+            pairs = list(zip(consts, of_loop, strict=True))
+            shards = [v for v, is_own in pairs if is_own]
+            others = [v for v, is_own in pairs if not is_own]
+            carry, ys = resharded(shards, others, carry, xs)
+            return [*carry, *ys]
+
+        return run
+
+    def _of_same_units(
+        self, loop: Loop, known: dict[Any, _Leaf], *, has_loops: bool
+    ) -> Any:
         """Returns a loop that runs the same units in each iteration.
 
-        `order_units` orders those that its body runs one by one, and loops in its body
-        are replaced. No more units than may be unsharded at once are gathered once,
-        before the loop, unless a loop in the body gathers others.
+        `order_units` orders those that its body runs one by one.
+
+        Args:
+          loop: Loop.
+          known: Variables that are leaves of shards.
+          has_loops: Whether loops in its body have been replaced.
 
         Raises:
           NotLiftedError: If the loop is left as it is.
         """
-        eqn = self._with_body(loop.eqn, loop.split(loop.eqn.invars)[0], known)
+        eqn = loop.eqn
         body = eqn.params["jaxpr"]
         entries = num_entries(body.jaxpr)
-        has_loops = eqn is not loop.eqn or gathers_ahead(body.jaxpr)
+        has_loops |= gathers_ahead(body.jaxpr)
         if has_loops and not entries:
             return eqn
         if not has_loops and entries <= self._prefetch + 1:
