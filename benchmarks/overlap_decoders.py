@@ -12,7 +12,8 @@ from overlap_figures import by_axes, temporaries, times
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MLAConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._context_parallel import abstract_rows
-from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import fused_next_token_loss
 from fsdp_jax.cli._precision import ParamGather, Precision, Products
 from fsdp_jax.cli._routing import DispatchDtype, Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices

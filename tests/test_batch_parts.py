@@ -16,7 +16,8 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, MoEConfig, RopeConfig
 from bridge.models._attention import attend, causal_mask
 from bridge.models._batch_parts import join_rows, split_rows
-from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.cli._sharding_options import check_batch_parts
 from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.training._compiler_options import options_of

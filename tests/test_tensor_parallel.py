@@ -26,7 +26,7 @@ from bridge.models import (
     dot_product_attention,
     tensor_parallel_rules,
 )
-from fsdp_jax.cli._decoder import fused_next_token_loss, next_token_loss
+from fsdp_jax.cli._decoder_loss import fused_next_token_loss, next_token_loss
 
 TX = optax.adamw(1e-2, eps=1e-3)
 # Like no other size, so that tokens are not taken for weights of a size.

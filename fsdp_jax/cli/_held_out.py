@@ -12,7 +12,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._context_parallel import split_rows
 from fsdp_jax.cli._data import FullBatches, Windows
 from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._decoder import held_out_loss
+from fsdp_jax.cli._decoder_loss import held_out_loss
 from fsdp_jax.cli._document_data import DocumentData
 from fsdp_jax.cli._training_data import TrainingData
 from fsdp_jax.data._documents import Row

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._data_config import Objective
-from fsdp_jax.cli._decoder import LossConfig, balance_of_experts, losses_of_tokens
+from fsdp_jax.cli._decoder_loss import LossConfig, balance_of_experts, losses_of_tokens
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._run_options import EvalOptions
 from fsdp_jax.cli._train_options import BatchOptions, MeshOptions, StartOptions

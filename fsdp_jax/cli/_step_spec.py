@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._context_parallel import abstract_rows, check_rows
-from fsdp_jax.cli._decoder import loss_of, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import loss_of
 from fsdp_jax.cli._optimizer import OptimizerBits, OptimizerConfig
 from fsdp_jax.cli._options import Devices
 from fsdp_jax.cli._precision import (

@@ -11,7 +11,7 @@ import optax
 import bridge
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._decoder import LossConfig
+from fsdp_jax.cli._decoder_loss import LossConfig
 from fsdp_jax.cli._lora import Adapter, AdapterConfig
 from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._precision import Precision

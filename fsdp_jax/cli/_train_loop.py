@@ -20,7 +20,7 @@ from fsdp_jax.cli._chain import KEY, Chain, Link, link_in
 from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
 from fsdp_jax.cli._data import Batches, position
 from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._decoder import Batch
+from fsdp_jax.cli._decoder_loss import Batch
 from fsdp_jax.cli._errors import CheckFailed
 from fsdp_jax.cli._held_out import HeldOut
 from fsdp_jax.cli._log import say

@@ -25,7 +25,8 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 from fsdp_jax.cli._data import make_batches, next_row
 from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.cli._loss_curve import LossHistory, draw_curve
 from fsdp_jax.cli._metrics import StepMetrics
 from fsdp_jax.cli._screen import LiveScreen

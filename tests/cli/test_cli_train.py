@@ -17,7 +17,8 @@ from fsdp_jax.cli import main
 from fsdp_jax.cli._context_parallel import check_context
 from fsdp_jax.cli._data import make_batches
 from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._tokens import read_tokens
 from fsdp_jax.data import HostShard

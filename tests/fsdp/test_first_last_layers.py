@@ -16,7 +16,8 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer, float8_product
 from bridge.models._layer_loop import plain_scan
 from bridge.models._layer_products import PLAIN, LayerProducts
-from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.cli._precision import Products
 
 LAYERS = 4

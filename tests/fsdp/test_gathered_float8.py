@@ -23,7 +23,7 @@ from bridge.models import (
     float8_product,
     tensor_parallel_rules,
 )
-from fsdp_jax.cli._decoder import next_token_loss
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.step import Float8Weight, gathered_float8
 
 # A rounding of weights is told by its number of elements: a rank's shard of a stack of

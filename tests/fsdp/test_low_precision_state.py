@@ -16,7 +16,7 @@ from helpers.errors import facts
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer
-from fsdp_jax.cli._decoder import next_token_loss
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.optim._eight_bit import dynamic_values
 from fsdp_jax.optim._stochastic_rounding import stochastic_round
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.models import Decoder, DecoderConfig
-from fsdp_jax.cli._decoder import document_loss
+from fsdp_jax.cli._decoder_loss import document_loss
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.data._documents import document_rows, join_documents
 from fsdp_jax.data._packing import best_fit_decreasing

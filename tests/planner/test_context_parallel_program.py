@@ -11,7 +11,8 @@ from helpers.errors import facts
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._context_parallel import abstract_rows
-from fsdp_jax.cli._decoder import fused_next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import fused_next_token_loss
 from fsdp_jax.planner import estimate_step
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS

@@ -13,7 +13,8 @@ from helpers.liveness import fullest
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig, RopeConfig
-from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.cli._routing import Routing
 from fsdp_jax.planner import _memory
 from fsdp_jax.planner._compile import gpu_devices

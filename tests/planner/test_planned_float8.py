@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, float8_product, mxfp8_product
-from fsdp_jax.cli._decoder import next_token_loss, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.hlo._parse import parse
 from fsdp_jax.planner import estimate_step
 from fsdp_jax.planner._compile import gpu_devices

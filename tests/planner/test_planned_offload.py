@@ -9,7 +9,8 @@ import pytest
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
-from fsdp_jax.cli._decoder import loss_of, plan_decoder
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import loss_of
 from fsdp_jax.cli._sharding_options import Remat, Strategy
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS

@@ -15,10 +15,7 @@ from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.cli._callback import Callback, load_callback
 from fsdp_jax.cli._chain import link_in
 from fsdp_jax.cli._data_config import options_of_kind, refuse_document_options
-from fsdp_jax.cli._decoder import (
-    document_loss,
-    training_loss,
-)
+from fsdp_jax.cli._decoder_loss import document_loss, training_loss
 from fsdp_jax.cli._document_data import DocumentData
 from fsdp_jax.cli._elastic import num_microbatches, with_replicas
 from fsdp_jax.cli._errors import check_absent, check_creatable
