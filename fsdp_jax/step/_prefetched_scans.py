@@ -14,19 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
 
 from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
 from fsdp_jax.step._flat_trace import CALLS, called, has_effects, operand
 from fsdp_jax.step._float_partition import FloatPartition
+from fsdp_jax.step._gathered_once import gathered_once
 from fsdp_jax.step._held_gathers import hold_gathers
 from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
     NotLiftedError,
     gathers_ahead,
-    gathers_in_loops,
     lift_gathers,
     num_entries,
     renamed_call,
@@ -36,7 +35,6 @@ from fsdp_jax.step._lifted_gathers import (
 from fsdp_jax.step._loop_equation import Loop
 from fsdp_jax.step._prefetch import run_stack
 from fsdp_jax.step._prefetch_stack import Stack
-from fsdp_jax.step._remat_policy import Resharding
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._static_runs import StaticRun
 
@@ -187,59 +185,13 @@ class _Scans:
     def _gathered_once(
         self, loop: Loop, known: dict[Any, _Leaf]
     ) -> Callable[..., Sequence[Any]] | None:
-        """Returns a function of a loop's operands that gathers before the loop.
-
-        For a loop that runs the same units in each iteration, as the cell of an RNN is,
-        if they may be unsharded together. jax and XLA would take their gathers out of
-        the loop, but not the reductions of their gradients: a step would reduce one in
-        each iteration.
-
-        Returns:
-          The function; None if they may not, or the loop has loops over units in it.
-
-        Raises:
-          NotLiftedError: If the loop's gathers cannot be taken out of its body.
-        """
-        body = loop.eqn.params["jaxpr"]
-        entries = num_entries(body.jaxpr)
-        if not 0 < entries <= self._prefetch + 1 or gathers_in_loops(body.jaxpr):
-            return None
-        if gathers_ahead(body.jaxpr):
-            return None
-        consts, carry, xs = loop.split(loop.eqn.invars)
-        of_loop = [_known(known, v) is not None for v in consts]
-        lifted = lift_gathers(body, [*of_loop, *[False] * len([*carry, *xs])])
-        if lifted is None:
-            return None
-        if has_effects(loop.eqn):
-            raise NotLiftedError("it has side effects, such as jax.debug.print")
-        if any(at is not None for at in lifted.passed):
-            raise NotLiftedError("it returns a shard")
-        self._refuse_streamed(
-            units_entered(body.jaxpr), "it runs the same units in each iteration"
-        )
-        options = {name: loop.eqn.params[name] for name in ("length", "reverse")}
-
-        def looped(shards, others, carry, xs):
-            values = lifted.gather(*(shards[at] for at in lifted.read))
-
-            def run(carry, x):
-                made = lifted.rest(*values, *others, *carry, *x)
-                return made[: len(carry)], made[len(carry) :]
-
-            return lax.scan(run, carry, xs, unroll=loop.eqn.params["unroll"], **options)
-
-        # Saves all but the weights, which backward gathers again.
-        resharded = jax.checkpoint(looped, policy=Resharding(None))
-
-        def run(*operands):
-            consts, carry, xs = loop.split(operands)
-            pairs = list(zip(consts, of_loop, strict=True))
-            shards = [v for v, is_own in pairs if is_own]
-            others = [v for v, is_own in pairs if not is_own]
-            carry, ys = resharded(shards, others, carry, xs)
-            return [*carry, *ys]
-
+        """As `gathered_once`, for the shards that are known."""
+        consts, _, _ = loop.split(loop.eqn.invars)
+        of_shards = [_known(known, v) is not None for v in consts]
+        run = gathered_once(loop, of_shards, self._prefetch + 1)
+        if run is not None:
+            units = units_entered(loop.eqn.params["jaxpr"].jaxpr)
+            self._refuse_streamed(units, "it runs the same units in each iteration")
         return run
 
     def _of_same_units(
