@@ -4,8 +4,9 @@
 
 The models of `foreign_models`, compiled for H200s without one (`fsdp.estimate_step`):
 with gathers one unit ahead (`FSDPConfig(prefetch=1)`, the default), in the order that
-XLA chooses (`prefetch=0`), and by annotations alone, which is jax.jit with the plan's
-shardings as those of the parameters and nothing of ours in the step. The first two
+XLA chooses (`prefetch=0`), in that order with the collectives that XLA merges up to
+fixed sizes in the place of the largest unit's (`fixed`), and by annotations alone, which is jax.jit with the plan's
+shardings as those of the parameters and nothing of ours in the step. The first three
 recompute a unit's activations; annotations recompute what the model says, which is
 mostly nothing, and are to be compared with `saved`, which gathers one unit ahead and
 recomputes nothing. Beside them is the reference decoder, of which `fsdp.scan` runs the
@@ -51,8 +52,14 @@ from fsdp_jax.training._memory_check import compiled_bytes
 
 TX = optax.adamw(3e-4)
 REFERENCE = "reference"
-SAVED = "saved"
-ORDERS = ("prefetch=1", "prefetch=0", "annotations", SAVED)
+SAVED, FIXED = "saved", "fixed"
+ORDERS = ("prefetch=1", "prefetch=0", "annotations", SAVED, FIXED)
+FIXED_SIZES = {
+    "xla_gpu_all_gather_combine_threshold_bytes": 2**30,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 2**27,
+}
+"""What all plans told XLA before each told it the bytes of its largest unit."""
 PACKAGES = ("jax", "flax", "equinox", "google-tunix", "equimo")
 # The bars of the comparison: shares of a step, and units of memory.
 SHARE, ENOUGH, UNITS_MORE = 1.3, 0.02, 2
@@ -63,7 +70,7 @@ SMALL = 0.01
 def planned(form: Form, gpus: int, order: str) -> fsdp.Plan:
     policies = jax.checkpoint_policies
     config = fsdp.FSDPConfig(
-        prefetch=int(order != "prefetch=0"),
+        prefetch=int(order not in ("prefetch=0", FIXED)),
         mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16),
         remat_policy=None if order == SAVED else policies.nothing_saveable,
     )
@@ -73,7 +80,11 @@ def planned(form: Form, gpus: int, order: str) -> fsdp.Plan:
 
 def estimated(form: Form, gpus: int, order: str) -> dict[str, Any]:
     plan = planned(form, gpus, order)
-    found = fsdp.estimate_step(plan, form.loss, TX, form.batch(gpus), gpu="h200")
+    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+    options |= FIXED_SIZES if order == FIXED else {}
+    found = fsdp.estimate_step(
+        plan, form.loss, TX, form.batch(gpus), gpu="h200", options=options
+    )
     program = program_of(found.compiled, found.plan.mesh)
     arrays = list(communicated_arrays(program, found.plan.mesh))
     expected = expected_collectives(found.plan)
@@ -229,6 +240,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         more = row["compiled_gb"] - without["compiled_gb"]
         alone = by_key.get((name, gpus, "annotations"))
         saved = by_key.get((name, gpus, SAVED))
+        fixed = by_key.get((name, gpus, FIXED))
         found.append(
             {
                 "model": name,
@@ -245,6 +257,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 ),
                 **(against_annotations(row, alone) if alone else {}),
                 **(saved_against(saved, alone) if alone and saved else {}),
+                **(against_fixed(row, fixed) if fixed else {}),
             }
         )
     return found
@@ -262,6 +275,14 @@ def saved_against(saved: dict[str, Any], alone: dict[str, Any]) -> dict[str, flo
     return {
         "saved_faster_than_annotations": round(alone["step_ms"] / saved["step_ms"], 4),
         "gb_saved": saved["compiled_gb"],
+    }
+
+
+def against_fixed(row: dict[str, Any], fixed: dict[str, Any]) -> dict[str, float]:
+    return {
+        "exposed_of_fixed": fixed["exposed_of_step"],
+        "faster_than_fixed": round(fixed["step_ms"] / row["step_ms"], 4),
+        "gb_of_fixed": fixed["compiled_gb"],
     }
 
 
