@@ -8,7 +8,6 @@ iteration while an earlier one computes.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from fsdp_jax.step._loop_equation import Loop
 from fsdp_jax.step._prefetch import run_stack
 from fsdp_jax.step._prefetch_stack import Stack
 from fsdp_jax.step._shard import Shard
+from fsdp_jax.step._sliced_shards import Leaf, SlicedShards
 from fsdp_jax.step._static_runs import StaticRun
 
 
@@ -55,22 +55,13 @@ def prefetch_scans(
       the same units in each iteration gets the barriers of `hold_gathers`.
     """
     leaves = [
-        _Leaf(i, j, j < len(jax.tree.leaves(shard.value)))
+        Leaf(i, j, j < len(jax.tree.leaves(shard.value)))
         for i, shard in enumerate(shards)
         for j in range(len(jax.tree.leaves(shard)))
     ]
     known = dict(zip(closed.jaxpr.invars, leaves, strict=False))
     jaxpr = _Scans(shards, prefetch).replaced(closed.jaxpr, known)
     return core.ClosedJaxpr(jaxpr, closed.consts)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """Leaf number `index` of shard number `shard`, and whether it is of its value."""
-
-    shard: int
-    index: int
-    is_value: bool = dataclasses.field(default=True, compare=False)
 
 
 # What a loop over n layers becomes, in a trace where `w` are the leaves of a stack of
@@ -98,7 +89,7 @@ class _Scans:
         self._shards = shards
         self._prefetch = prefetch
 
-    def replaced(self, jaxpr: Any, known: dict[Any, _Leaf]) -> Any:
+    def replaced(self, jaxpr: Any, known: dict[Any, Leaf]) -> Any:
         """Returns a jaxpr with its loops replaced; itself if there are none.
 
         Args:
@@ -122,7 +113,7 @@ class _Scans:
         )
 
     def _equation(
-        self, eqn: Any, known: dict[Any, _Leaf], env: dict[Any, Any]
+        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any]
     ) -> Sequence[Any]:
         if eqn.primitive.name == "scan":
             return self._scan(eqn, known, env)
@@ -134,7 +125,7 @@ class _Scans:
         return [self._with_body(eqn, eqn.invars, known)]
 
     def _with_body(
-        self, eqn: Any, operands: Sequence[Any], known: dict[Any, _Leaf]
+        self, eqn: Any, operands: Sequence[Any], known: dict[Any, Leaf]
     ) -> Any:
         """Replaces the loops in what an equation runs.
 
@@ -154,7 +145,7 @@ class _Scans:
         return eqn.replace(params=dict(eqn.params, jaxpr=new))
 
     def _scan(
-        self, eqn: Any, known: dict[Any, _Leaf], env: dict[Any, Any]
+        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any]
     ) -> Sequence[Any]:
         loop = Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
@@ -183,7 +174,7 @@ class _Scans:
             return [eqn]
 
     def _gathered_once(
-        self, loop: Loop, known: dict[Any, _Leaf]
+        self, loop: Loop, known: dict[Any, Leaf]
     ) -> Callable[..., Sequence[Any]] | None:
         """As `gathered_once`, for the shards that are known."""
         consts, _, _ = loop.split(loop.eqn.invars)
@@ -195,7 +186,7 @@ class _Scans:
         return run
 
     def _of_same_units(
-        self, loop: Loop, known: dict[Any, _Leaf], *, has_loops: bool
+        self, loop: Loop, known: dict[Any, Leaf], *, has_loops: bool
     ) -> Any:
         """Returns a loop that runs the same units in each iteration.
 
@@ -244,7 +235,7 @@ class _Scans:
             )
 
     def _run(
-        self, loop: Loop, leaves: Sequence[_Leaf | None]
+        self, loop: Loop, leaves: Sequence[Leaf | None]
     ) -> Callable[..., Sequence[Any]] | None:
         """Returns a function of a loop's operands that prefetches; None if none has to.
 
@@ -263,7 +254,7 @@ class _Scans:
             raise NotLiftedError("it has side effects, such as jax.debug.print")
         if any(at is not None for at in lifted.passed[: loop.num_carry]):
             raise NotLiftedError("it carries a shard from one unit to the next")
-        sliced = _Sliced.of(self._shards, leaves, lifted)
+        sliced = SlicedShards.of(self._shards, leaves, lifted)
         stack = self._stack(loop, lifted, sliced)
 
         def run(*operands):
@@ -276,7 +267,7 @@ class _Scans:
 
         return run
 
-    def _stack(self, loop: Loop, lifted: LiftedGathers, sliced: _Sliced) -> Stack:
+    def _stack(self, loop: Loop, lifted: LiftedGathers, sliced: SlicedShards) -> Stack:
         consts, carry, xs = loop.split([v.aval for v in loop.eqn.invars])
         slices = [xs[at] for at in sliced.others]
         num_ys = lifted.passed[len(carry) :].count(None)
@@ -317,60 +308,6 @@ def _say(unit: str, reason: NotLiftedError) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sliced:
-    """The shards among the arrays that a loop slices.
-
-    Attributes:
-      trees: Structure of each shard that the loop gathers.
-      places: For each leaf of these shards, its index among the sliced arrays.
-      read: Indices of the leaves that the gather reads.
-      own: Indices of all leaves of shards among the sliced arrays.
-      others: Indices of the sliced arrays that are not shards.
-    """
-
-    trees: tuple[Any, ...]
-    places: tuple[int, ...]
-    read: tuple[int, ...]
-    own: tuple[int, ...]
-    others: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        shards: Sequence[Shard],
-        leaves: Sequence[_Leaf | None],
-        lifted: LiftedGathers,
-    ) -> _Sliced:
-        own = [at for at, leaf in enumerate(leaves) if leaf]
-        places = {leaf: at for at, leaf in enumerate(leaves) if leaf}
-        read = [leaf for at in lifted.read if (leaf := leaves[own[at]])]
-        gathered = dict.fromkeys(leaf.shard for leaf in read)
-        trees = {i: jax.tree.structure(shards[i]) for i in gathered}
-        wanted = [_Leaf(i, j) for i in gathered for j in range(trees[i].num_leaves)]
-        if not places.keys() >= set(wanted):
-            raise NotLiftedError("it slices only some of the arrays of a shard")
-        return cls(
-            tuple(trees.values()),
-            tuple(places[leaf] for leaf in wanted),
-            tuple(wanted.index(leaf) for leaf in read),
-            tuple(own),
-            tuple(at for at, leaf in enumerate(leaves) if leaf is None),
-        )
-
-    def shards(self, xs: Sequence[Any]) -> list[Shard]:
-        """Returns the shards that the loop gathers, each a stack."""
-        given = iter(self.places)
-        return [
-            tree.unflatten([xs[next(given)] for _ in range(tree.num_leaves)])
-            for tree in self.trees
-        ]
-
-    def stacks(self, xs: Sequence[Any]) -> list[Any]:
-        """Returns all leaves of shards among the sliced arrays."""
-        return [xs[at] for at in self.own]
-
-
 def _spliced(eqn: Any, run: Callable[..., Any], env: dict[Any, Any]) -> list[Any]:
     """Returns the equations of `run` on the operands of `eqn`, in its scopes.
 
@@ -398,7 +335,7 @@ def _is_weak(v: Any) -> bool:
     return getattr(v.aval, "weak_type", False)
 
 
-def _known(known: dict[Any, _Leaf], v: Any) -> _Leaf | None:
+def _known(known: dict[Any, Leaf], v: Any) -> Leaf | None:
     return known.get(v) if isinstance(v, core.Var) else None
 
 
