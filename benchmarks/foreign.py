@@ -4,13 +4,13 @@
 
 The models of `foreign_models`, compiled for H200s without one (`fsdp.estimate_step`):
 with gathers one unit ahead (`FSDPConfig(prefetch=1)`, the default), in the order that
-XLA chooses (`prefetch=0`), in that order with the collectives that XLA merges up to
-fixed sizes in the place of the largest unit's (`fixed`), and by annotations alone, which is jax.jit with the plan's
-shardings as those of the parameters and nothing of ours in the step. The first three
-recompute a unit's activations; annotations recompute what the model says, which is
-mostly nothing, and are to be compared with `saved`, which gathers one unit ahead and
-recomputes nothing. Beside them is the reference decoder, of which `fsdp.scan` runs the
-layers.
+XLA chooses (`prefetch=0`), in that order with collectives that XLA merges up to fixed
+sizes in the place of the largest unit's (`fixed`), and by annotations alone, which is
+jax.jit with the plan's shardings as those of the parameters and nothing of ours in the
+step. The first three recompute a unit's activations; annotations recompute what the
+model says, which is mostly nothing, and are to be compared with `saved`, which gathers
+one unit ahead and recomputes nothing. Beside them is the reference decoder, of which
+`fsdp.scan` runs the layers.
 
 Each row is written to `--out` once it is measured, with its commit; rows that are there
 already are kept. With `--predict` nothing is compiled: the memory of the rows that are

@@ -136,13 +136,33 @@ def test_no_order_makes_models_of_others_much_faster_as_said():
     assert f"would be as much faster: {gains}" in said(BRING)
 
 
+def test_merged_collectives_of_fixed_sizes_cost_models_of_others_what_is_said():
+    rows = {(r["model"], r["gpus"], r["order"]): r for r in read("foreign")["rows"]}
+    compared = read("foreign")["compared"]
+    shares = [one["exposed_of_fixed"] for one in compared]
+    memory = [
+        rows[one["model"], one["gpus"], "prefetch=1"]["compiled_gb"]
+        / one["gb_of_fixed"]
+        for one in compared
+    ]
+    gains = ", ".join(
+        f"`{one['model']}` {one['faster_than_fixed']:.2f}"
+        for one in sorted(compared, key=lambda one: one["model"])
+        if one["gpus"] == 64
+    )
+    exposed = f"{min(shares):.1%} to {max(shares):.1%} of a step".replace("%", " %")
+    assert exposed in said(BRING)
+    assert f"{min(memory):.2f} to {max(memory):.2f} times the memory" in said(BRING)
+    assert f"On 64 GPUs it is as much faster: {gains}." in said(BRING)
+
+
 def exposed_of(row: dict) -> str:
     return f"{row['exposed_of_step']:.1%} of {row['step_ms']:.1f} ms"
 
 
 def test_the_rows_of_annotations_are_those_of_the_runs():
     rows = {(r["model"], r["gpus"], r["order"]): r for r in read("foreign")["rows"]}
-    assert len(rows) == 7 * 2 * 4
+    assert len(rows) == 7 * 2 * 5
     for (model, gpus, order), row in rows.items():
         if order == "annotations":
             cells = [
