@@ -1,4 +1,4 @@
-"""Loops that gather their units before they begin.
+"""Loops that gather their one unit before they begin.
 
 A loop may run one unit in each iteration, as the cell of an RNN is. Its gather depends
 on no iteration, so jax and XLA take it out of the loop. They leave the reduction of its
@@ -10,7 +10,10 @@ unsharded weights, and one gradient of them comes out of it:
       body: v = fsdp_unshard w          c = scan[n] v c
             c = f(v, c)                   body: c = f(v, c)
 
-The weights are not kept for backward, which gathers them again.
+The weights are not kept for backward, which gathers them again. Of several units the
+next one could not be gathered ahead of what follows on the loop, nor would anything hold
+backward's gathers back until forward's weights are freed: `order_units` orders units
+that compute one after the other.
 """
 
 from __future__ import annotations
@@ -34,25 +37,23 @@ from fsdp_jax.step._remat_policy import Resharding
 
 
 def gathered_once(
-    loop: Loop, is_shard: Sequence[bool], most: int
+    loop: Loop, is_shard: Sequence[bool]
 ) -> Callable[..., Sequence[Any]] | None:
     """Returns a function of a loop's operands that gathers before the loop.
 
     Args:
       loop: Loop that runs the same units in each iteration.
       is_shard: Whether each of its constants is a leaf of a shard.
-      most: Number of units that may be unsharded together.
 
     Returns:
-      The function; None if the loop has more units, or units in loops of its body.
+      The function; None if the loop has several units, or units in loops of its body.
 
     Raises:
       NotLiftedError: If the loop's gathers cannot be taken out of its body.
     """
     body = loop.eqn.params["jaxpr"]
-    if not 0 < num_entries(body.jaxpr) <= most:
-        return None
-    if gathers_ahead(body.jaxpr) or gathers_in_loops(body.jaxpr):
+    has_loops = gathers_ahead(body.jaxpr) or gathers_in_loops(body.jaxpr)
+    if num_entries(body.jaxpr) != 1 or has_loops:
         return None
     num_others = len(loop.eqn.invars) - len(is_shard)
     lifted = lift_gathers(body, [*is_shard, *[False] * num_others])

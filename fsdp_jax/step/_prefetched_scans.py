@@ -179,7 +179,7 @@ class _Scans:
         """As `gathered_once`, for the shards that are known."""
         consts, _, _ = loop.split(loop.eqn.invars)
         of_shards = [_known(known, v) is not None for v in consts]
-        run = gathered_once(loop, of_shards, self._prefetch + 1)
+        run = gathered_once(loop, of_shards)
         if run is not None:
             units = units_entered(loop.eqn.params["jaxpr"].jaxpr)
             self._refuse_streamed(units, "it runs the same units in each iteration")
