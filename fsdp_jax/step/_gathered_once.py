@@ -10,10 +10,9 @@ unsharded weights, and one gradient of them comes out of it:
       body: v = fsdp_unshard w          c = scan[n] v c
             c = f(v, c)                   body: c = f(v, c)
 
-The weights are not kept for backward, which gathers them again. Of several units the
-next one could not be gathered ahead of what follows on the loop, nor would anything hold
-backward's gathers back until forward's weights are freed: `order_units` orders units
-that compute one after the other.
+The weights are not kept for backward, which gathers them again. A loop of several units
+stays as it is: `order_units` orders units that compute one after the other, and nothing
+would hold the gathers of backward back until the weights of forward are freed.
 """
 
 from __future__ import annotations
