@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from fsdp_jax.step._flat_trace import has_effects
 from fsdp_jax.step._lifted_gathers import (
@@ -66,9 +68,12 @@ def gathered_once(
 
     def looped(shards, others, carry, xs):
         values = lifted.gather(*(shards[at] for at in lifted.read))
+        # The loop adds up their gradients, in as many bits as these have.
+        wide = [_widened(value) for value in values]
 
         def run(carry, x):
-            made = lifted.rest(*values, *others, *carry, *x)
+            own = [w.astype(v.dtype) for w, v in zip(wide, values, strict=True)]
+            made = lifted.rest(*own, *others, *carry, *x)
             return made[: len(carry)], made[len(carry) :]
 
         return lax.scan(run, carry, xs, **how)
@@ -84,3 +89,10 @@ def gathered_once(
         return [*carry, *ys]
 
     return run
+
+
+def _widened(value: Array) -> Array:
+    """Casts a floating-point array of fewer bits than 32 to float32."""
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))

@@ -392,6 +392,29 @@ def test_a_cell_that_is_gathered_once_has_the_gradients_of_one_device(form, capl
     assert not caplog.records  # Nothing waits in its loop.
 
 
+def test_a_cell_in_bfloat16_adds_up_its_gradients_in_float32():
+    """A sum of equal numbers in bfloat16 stops growing at 256 of them."""
+    times = 1024
+    plan = fsdp.fully_shard(
+        lambda key: {"cell": jnp.zeros((8, WIDTH))},
+        fsdp.make_mesh(),
+        ["cell"],
+        fsdp.FSDPConfig(mp_policy=fsdp.MixedPrecisionPolicy(jnp.bfloat16)),
+    )
+    cell = fsdp.unit(lambda w, x: (x.astype(w.dtype) @ w).astype(jnp.float32))
+
+    def loss(params, batch):
+        def run(total, x):
+            return total + cell(params["cell"], x), None
+
+        rows = batch.swapaxes(0, 1)
+        return lax.scan(run, jnp.zeros((len(batch), WIDTH)), rows)[0].mean()
+
+    params = fsdp.init_params(plan, jax.random.key(0))
+    _, grads = fsdp.value_and_grad(plan, loss)(params, jnp.ones((16, times, 8)))
+    np.testing.assert_allclose(grads["cell"], times / WIDTH, rtol=2**-8)
+
+
 def test_the_weights_of_a_cell_are_not_kept_for_backward(gpus):
     plan, loss = planned_cell("nnx", gpus)
     rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=plan.batch_sharding)
