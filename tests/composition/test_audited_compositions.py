@@ -22,6 +22,7 @@ SEEDS = {
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 
 
+@pytest.mark.each_case  # each found another fault
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("seed", SEEDS, ids=SEEDS.values())
 def test_a_composition_is_compiled_as_planned(seed):

@@ -384,6 +384,7 @@ def test_the_cell_of_an_rnn_is_gathered_and_reduced_once(form, policy):
     assert in_loops >= own
 
 
+@pytest.mark.each_case  # each framework makes another loop
 @pytest.mark.parametrize("form", CELLS)
 def test_a_cell_that_is_gathered_once_has_the_gradients_of_one_device(form, caplog):
     plan, loss = planned_cell(form)
