@@ -1,4 +1,4 @@
-"""Checks that a compiled step communicates what its plan says, and of losses."""
+"""Audits of a compiled step, against its plan, and of a loss, against one device."""
 
 from fsdp_jax.audit._audit_loss import AuditedLoss as AuditedLoss
 from fsdp_jax.audit._audit_loss import audit_loss as audit_loss

@@ -176,7 +176,15 @@ class _Scans:
     def _gathered_once(
         self, loop: Loop, known: dict[Any, Leaf]
     ) -> Callable[..., Sequence[Any]] | None:
-        """As `gathered_once`, for the shards that are known."""
+        """Returns what `gathered_once` makes of a loop; see there.
+
+        Args:
+          loop: Loop that slices no shards.
+          known: Variables that are leaves of shards.
+
+        Raises:
+          ValueError: If it is to stream the weights that it gathers.
+        """
         consts, _, _ = loop.split(loop.eqn.invars)
         of_shards = [_known(known, v) is not None for v in consts]
         run = gathered_once(loop, of_shards)

@@ -146,6 +146,11 @@ def list_before_stack(params, x):
     return through_stack({"layers": params["stack"]}, UNIT(params["layers"][0], x))
 
 
+def unit_before_loop(params, x):
+    x = UNIT(params["layers"][0], x)
+    return scanned(through_list, {"layers": params["layers"][1:]}, x)
+
+
 def make_both(key):
     return make_list(key) | {"stack": make_stack(key)["layers"]}
 
@@ -172,6 +177,7 @@ FORMS = {
     "a list, checkpointed": (*LIST, checkpointed),
     "a list, loop in loop": (*LIST, nested),
     "a list, with rows": (*LIST, of_rows),
+    "a unit before a loop": (*LIST[:2], unit_before_loop, scanned),
     "a stack": (*STACK, scanned),
     "a stack behind a unit": (
         make_both,
