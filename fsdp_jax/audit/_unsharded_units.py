@@ -249,7 +249,8 @@ class _Walk:
             elif one.opcode in ("while", "call", "conditional"):
                 left = self._nested(one, lives)
                 lives.elements[one.name] = left
-                lives.born.update(dict.fromkeys(_all(left), at + 1))
+                for array in _all(left):
+                    lives.born.setdefault(array, at + 1)
             else:
                 _pass_on(within, one, lives)
             lives.last.update(dict.fromkeys(lives.read(one), at))
@@ -287,7 +288,8 @@ class _Walk:
             lives.inner[one.name], result = self.peak(body, inside)
             after = {i: [x.weight for x in arrays] for i, arrays in result.items()}
             if after.keys() <= weights.keys():
-                return {i: _arrays(x, f"{one.name}.{i}") for i, x in weights.items()}
+                left = {i: _arrays(x, f"{one.name}.{i}") for i, x in weights.items()}
+                return left | {i: given[i] for i in _kept(body) if i in given}
             weights = after | weights
 
 
@@ -313,6 +315,19 @@ def _pass_on(within: Computation, one: Instruction, lives: _Lives) -> None:
                 )
             )
         )
+
+
+def _kept(body: Computation) -> list[int]:
+    """Returns the elements of a loop's tuple that no iteration changes."""
+    if body.root.opcode != "tuple":
+        return []
+    made = [body.by_name[name] for name in body.root.operands]
+    return [
+        i
+        for i, one in enumerate(made)
+        if (one.opcode, one.index) == ("get-tuple-element", i)
+        and body.by_name[one.operands[0]].opcode == "parameter"
+    ]
 
 
 def _all(carried: Carried) -> Arrays:

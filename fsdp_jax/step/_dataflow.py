@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
@@ -72,6 +73,15 @@ class Dataflow(abc.ABC, Generic[Fact]):
         """Returns the fact inside, or after, a body that `predicate` selects."""
         del predicate
         return fact
+
+    def of_branch(self, fact: Fact, branch: int, num_branches: int) -> Fact:
+        """Returns the fact inside one of the branches of a `cond`."""
+        del branch, num_branches
+        return fact
+
+    def join_branches(self, facts: Sequence[Fact]) -> Fact:
+        """Returns what is known of a result that one of several branches makes."""
+        return functools.reduce(self.join, facts)
 
     def under(self, kind: str, predicate: Fact) -> AbstractContextManager[None]:
         """Context for the bodies of a "cond" or "while" that `predicate` controls."""
@@ -157,14 +167,14 @@ class Dataflow(abc.ABC, Generic[Fact]):
     def _cond(self, eqn: Any, given: Sequence[Fact]) -> list[Fact]:
         predicate, *operands = given
         operands = [self.in_branch(fact, predicate) for fact in operands]
+        branches = eqn.params["branches"]
+        made = []
         with self.under("cond", predicate):
-            first, *others = [
-                self.results(branch.jaxpr, operands)
-                for branch in eqn.params["branches"]
-            ]
-        for other in others:
-            first = [self.join(*pair) for pair in zip(first, other, strict=True)]
-        return [self.in_branch(fact, predicate) for fact in first]
+            for at, branch in enumerate(branches):
+                own = [self.of_branch(fact, at, len(branches)) for fact in operands]
+                made.append(self.results(branch.jaxpr, own))
+        joined = [self.join_branches(facts) for facts in zip(*made, strict=True)]
+        return [self.in_branch(fact, predicate) for fact in joined]
 
     def _fixed_point(self, run: Any, carry: Sequence[Fact]) -> list[Fact]:
         """Returns what is known of a carry in every iteration."""

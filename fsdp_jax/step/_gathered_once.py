@@ -1,18 +1,18 @@
-"""Loops that gather their one unit before they begin.
+"""Loops that gather their few units before they begin.
 
-A loop may run one unit in each iteration, as the cell of an RNN is. Its gather depends
-on no iteration, so jax and XLA take it out of the loop. They leave the reduction of its
-gradient there: a step would reduce one in each iteration. Here the loop gets the
-unsharded weights, and one gradient of them comes out of it:
+A loop may run the same units in each iteration, as one over time runs the cells of a
+recurrent network. Their gathers depend on no iteration, so jax and XLA take them out of
+the loop. They leave the reduction of the gradients there: a step would reduce them in
+each iteration. Here the loop gets the unsharded weights, and one gradient of each comes
+out of it:
 
     before                              after
     c = scan[n] w c                     v = fsdp_unshard w
       body: v = fsdp_unshard w          c = scan[n] v c
             c = f(v, c)                   body: c = f(v, c)
 
-The weights are not kept for backward, which gathers them again. A loop of several units
-stays as it is: `order_units` orders units that compute one after the other, and nothing
-would hold the gathers of backward back until the weights of forward are freed.
+The weights are not kept for backward, which gathers them again. More units than may be
+unsharded at once are gathered in each iteration, see `hold_gathers`.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from fsdp_jax.step._remat_policy import Resharding
 
 
 def gathered_once(
-    loop: Loop, is_shard: Sequence[bool]
+    loop: Loop, is_shard: Sequence[bool], most: int
 ) -> Callable[..., Sequence[Any]] | None:
     """Returns a function of a loop's operands that gathers before the loop.
 
     Args:
       loop: Loop that runs the same units in each iteration.
       is_shard: Whether each of its constants is a leaf of a shard.
+      most: Number of units that may be unsharded together.
 
     Returns:
-      The function; None if the loop has several units, or units in loops of its body.
+      The function; None if the loop has more units, or units in loops of its body.
 
     Raises:
       NotLiftedError: If the loop's gathers cannot be taken out of its body.
     """
     body = loop.eqn.params["jaxpr"]
     has_loops = gathers_ahead(body.jaxpr) or gathers_in_loops(body.jaxpr)
-    if num_entries(body.jaxpr) != 1 or has_loops:
+    if not 0 < num_entries(body.jaxpr) <= most or has_loops:
         return None
     num_others = len(loop.eqn.invars) - len(is_shard)
     lifted = lift_gathers(body, [*is_shard, *[False] * num_others])

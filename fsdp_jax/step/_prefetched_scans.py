@@ -25,6 +25,7 @@ from fsdp_jax.step._lifted_gathers import (
     LiftedGathers,
     NotLiftedError,
     gathers_ahead,
+    gathers_in_loops,
     lift_gathers,
     num_entries,
     renamed_call,
@@ -187,7 +188,7 @@ class _Scans:
         """
         consts, _, _ = loop.split(loop.eqn.invars)
         of_shards = [_known(known, v) is not None for v in consts]
-        run = gathered_once(loop, of_shards)
+        run = gathered_once(loop, of_shards, self._prefetch + 1)
         if run is not None:
             units = units_entered(loop.eqn.params["jaxpr"].jaxpr)
             self._refuse_streamed(units, "it runs the same units in each iteration")
@@ -216,8 +217,10 @@ class _Scans:
             return eqn
         if not has_loops and entries <= self._prefetch + 1:
             raise NotLiftedError(
-                "it does not slice the whole stack of their shards, as jax.lax.scan "
-                "slices its xs"
+                "a loop or branch in its body enters a unit"
+                if gathers_in_loops(body.jaxpr)
+                else "it does not slice the whole stack of their shards, as "
+                "jax.lax.scan slices its xs"
             )
         reason = "it runs the same units in each iteration"
         self._refuse_streamed(units_entered(body.jaxpr), reason)

@@ -7,8 +7,8 @@ leaves of its model computes with the arrays in shards as if they were weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from fsdp_jax._scopes import FSDP_STACK, GATHERS, traced_function
 from fsdp_jax.step._dataflow import Dataflow
@@ -58,6 +58,24 @@ class _Tracked:
     dtype: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """Fact: a variable holds what one branch of a `cond` has made.
+
+    jax saves what the branches of forward need for backward in the same arrays, where
+    shapes and dtypes agree: in one branch a shard, in another one a shard of another
+    parameter, an activation or zeros. The same branch of backward reads it.
+
+    Attributes:
+      branches: Fact of each branch.
+    """
+
+    branches: tuple[_Fact, ...]
+
+
+_Fact: TypeAlias = "_Tracked | _Chosen | None"
+
+
 def uses_of_shards(jaxpr: Any, shards: Mapping[Any, tuple[str, int]]) -> Uses:
     """Follows shards through the program of a loss.
 
@@ -76,7 +94,7 @@ def uses_of_shards(jaxpr: Any, shards: Mapping[Any, tuple[str, int]]) -> Uses:
         dims = weight_dims(len(v.aval.shape), ndim)
         given.append(_Tracked(name, ndim, dims) if name else None)
     returned = _Follow(uses).results(jaxpr, given)
-    uses.misread |= {tracked.name for tracked in returned if tracked}
+    uses.misread |= _names(returned)
     return uses
 
 
@@ -84,7 +102,7 @@ _MOVE_ALL_OPERANDS = ("concatenate", "optimization_barrier")
 """Primitives that move all operands; others move the first, and may take indices."""
 
 
-class _Follow(Dataflow["_Tracked | None"]):
+class _Follow(Dataflow["_Fact"]):
     """An interpreter that records in `uses` how shards are gathered or misused."""
 
     unknown = None
@@ -97,7 +115,7 @@ class _Follow(Dataflow["_Tracked | None"]):
         if any(given) and not is_gather(eqn):
             return None
         # Results of a gather are weights, which the loss may use as it likes.
-        for tracked in filter(None, given):
+        for tracked in _all_tracked(given):
             self._gathered(tracked)
         return [None] * len(eqn.outvars)
 
@@ -106,36 +124,50 @@ class _Follow(Dataflow["_Tracked | None"]):
         num_moved = (
             0 if not moves(eqn) else len(given) if kind in _MOVE_ALL_OPERANDS else 1
         )
-        self._uses.misread |= {t.name for t in given[num_moved:] if t}
-        results = [_moved(eqn, t) if t else None for t in given[:num_moved]]
+        self._uses.misread |= _names(given[num_moved:])
+        results = [_each(lambda t: _moved(eqn, t), fact) for fact in given[:num_moved]]
         if kind == "optimization_barrier":  # One result an operand.
             return results
         return [_joined(results)] * len(eqn.outvars)
 
     def join(self, one, other):
         if one is None or other is None:
-            # The other value is zeros of the same layout: a branch of `cond` returns
-            # them in the place of a residual that only another branch has.
+            # A loop may begin with zeros of the same layout.
             return self.in_loop(one or other)
-        if one.name != other.name:
-            self._uses.misread |= {one.name, other.name}
+        if len(names := _names([one, other])) > 1:
+            self._uses.misread |= names
         return _joined([one, other])
 
+    def join_branches(self, facts):
+        if all(fact == facts[0] for fact in facts):
+            return facts[0]
+        return _Chosen(tuple(facts))
+
+    def of_branch(self, fact, branch, num_branches):
+        if isinstance(fact, _Chosen) and len(fact.branches) == num_branches:
+            return fact.branches[branch]
+        return fact
+
     def sliced(self, fact):
-        if fact is None or fact.dims is None:
-            return fact
-        # A loop over a dim of the unit itself takes the shard apart.
-        first, *rest = fact.dims
-        return dataclasses.replace(fact, dims=tuple(rest) if first is None else None)
+        def slice_of(tracked):
+            if tracked.dims is None:
+                return tracked
+            # A loop over a dim of the unit itself takes the shard apart.
+            first, *rest = tracked.dims
+            dims = tuple(rest) if first is None else None
+            return dataclasses.replace(tracked, dims=dims)
+
+        return _each(slice_of, fact)
 
     def stacked(self, fact):
-        fact = self.in_loop(fact)
-        if fact is None or fact.dims is None:
-            return fact
-        return dataclasses.replace(fact, dims=(None, *fact.dims))
+        def stack_of(tracked):
+            dims = None if tracked.dims is None else (None, *tracked.dims)
+            return dataclasses.replace(tracked, dims=dims)
+
+        return _each(stack_of, self.in_loop(fact))
 
     def in_loop(self, fact):
-        return dataclasses.replace(fact, many=True) if fact else None
+        return _each(lambda tracked: dataclasses.replace(tracked, many=True), fact)
 
     def in_branch(self, fact, predicate):
         return self.in_loop(fact)
@@ -170,16 +202,35 @@ def _moved(eqn: Any, tracked: _Tracked) -> _Tracked:
     )
 
 
-def _joined(given: Sequence[_Tracked | None]) -> _Tracked | None:
+def _joined(given: Sequence[_Fact]) -> _Fact:
     """Returns the fact about an array that holds one of several shards, or parts."""
-    if not any(given):
-        return None
-    first, *others = filter(None, given)
+    if not given or all(fact == given[0] for fact in given):
+        return given[0] if given else None
+    first, *others = tracked = [*_all_tracked(given)]
     same = all(other.dims == first.dims for other in others) and all(given)
-    dtypes = [tracked.dtype for tracked in (first, *others)]
+    dtypes = [one.dtype for one in tracked]
     return dataclasses.replace(
         first,
         dims=first.dims if same else None,
-        many=first.many or any(other.many for other in others),
+        many=any(one.many for one in tracked),
         dtype=next(filter(None, dtypes), None),
     )
+
+
+def _each(fn: Callable[[_Tracked], _Tracked], fact: _Fact) -> _Fact:
+    """Returns the fact with `fn` of what is tracked in it."""
+    if isinstance(fact, _Chosen):
+        return _Chosen(tuple(_each(fn, one) for one in fact.branches))
+    return fn(fact) if fact else None
+
+
+def _all_tracked(given: Iterable[_Fact]) -> Iterator[_Tracked]:
+    for fact in given:
+        if isinstance(fact, _Chosen):
+            yield from _all_tracked(fact.branches)
+        elif fact:
+            yield fact
+
+
+def _names(given: Iterable[_Fact]) -> set[str]:
+    return {tracked.name for tracked in _all_tracked(given)}

@@ -134,7 +134,7 @@ def _program_ordered(
     apart = recomputable(eqns, gathers, flat.of_shards)
     eqns, casts = _with_casts_last(eqns, visits)
     waits, env = _waits_of_gathers(visits, prefetch, casts, done, begin), {}
-    eqns = list(_ordered(eqns, visits, waits, apart, env))
+    eqns = list(_ordered(eqns, visits, _possible(eqns, waits), apart, env))
     outvars = [operand(env, v) for v in flat.outvars]
     eqns = without_dead(eqns, outvars)
     jaxpr = closed.jaxpr.replace(
@@ -353,6 +353,22 @@ def _waits_of_gathers(
         for eqn in visit.gathers:
             waits[casts.get(name_of(eqn), name_of(eqn))] = start + gathered + reads[i]
     return waits
+
+
+def _possible(
+    eqns: Sequence[Any], waits: Mapping[Any, tuple[Any, ...]]
+) -> dict[Any, tuple[Any, ...]]:
+    """Returns of what equations wait for what is there before they run.
+
+    A loop may read the weights of more units than may be unsharded: the gathers of the
+    last ones cannot wait for it.
+    """
+    made: dict[Any, int] = {v: at for at, e in enumerate(eqns) for v in e.outvars}
+    place = {name_of(eqn): at for at, eqn in enumerate(eqns)}
+    return {
+        name: tuple(v for v in after if made.get(v, -1) < place[name])
+        for name, after in waits.items()
+    }
 
 
 def _started(visits: Sequence[Visit], i: int) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from fsdp_jax._scopes import (
     is_in,
     unit_of,
 )
-from fsdp_jax.step._flat_trace import is_collective, is_var
+from fsdp_jax.step._flat_trace import CALLS, is_collective, is_var
 
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE, REDUCE_DEFERRED)
 
@@ -85,8 +85,8 @@ class _Walk:
     def __init__(self, of_shards: set[Any]) -> None:
         self.visits: list[Visit] = []
         self._of_shards = of_shards
-        # Variable that depends on weights alone -> the last visit that gathered some.
-        self._weights: dict[Any, int] = {}
+        # Variable that depends on weights alone -> the visits that gathered some.
+        self._weights: dict[Any, frozenset[int]] = {}
         # Any other variable -> the last visit that it depends on.
         self._reach: dict[Any, int] = {}
         self._reduced: set[Any] = set()
@@ -98,8 +98,8 @@ class _Walk:
         elif eqn.primitive.name == "optimization_barrier":
             self._barrier(eqn, read)
         elif all(v in self._of_shards for v in read):
-            if (visit := self._last_gathered(read)) >= 0:
-                self._weights.update(dict.fromkeys(eqn.outvars, visit))
+            if of_visits := self._gathered(read):
+                self._weights.update(dict.fromkeys(eqn.outvars, of_visits))
         else:
             self._compute(eqn, unit, read)
 
@@ -109,28 +109,34 @@ class _Walk:
             last = Visit(unit, len(self.visits))
             self.visits.append(last)
         last.gathers.append(eqn)
-        self._weights.update(dict.fromkeys(eqn.outvars, last.index))
+        self._weights.update(dict.fromkeys(eqn.outvars, frozenset([last.index])))
 
     def _barrier(self, eqn: Any, read: Sequence[Any]) -> None:
         reach = max((self._reach.get(v, -1) for v in read), default=-1)
         for v, out in zip(eqn.invars, eqn.outvars, strict=True):
             if is_var(v) and v in self._of_shards:
-                self._weights[out] = self._weights.get(v, -1)
+                self._weights[out] = self._gathered([v])
             else:
                 self._reach[out] = reach
 
-    def _last_gathered(self, read: Sequence[Any]) -> int:
-        return max((self._weights.get(v, -1) for v in read), default=-1)
+    def _gathered(self, read: Sequence[Any]) -> frozenset[int]:
+        return frozenset().union(*(self._weights.get(v, ()) for v in read))
 
     def _compute(self, eqn: Any, unit: str | None, read: Sequence[Any]) -> None:
         given = {v: self._reach.get(v, -1) for v in read if v not in self._of_shards}
-        gathered = self._last_gathered(read)
-        if gathered >= 0:
-            self.visits[gathered].readers.append(eqn)
+        of_visits = self._gathered(read)
+        for at in of_visits:
+            self.visits[at].readers.append(eqn)
+        gathered = max(of_visits, default=-1)
         reach = max(gathered, *given.values())
         self._reach.update(dict.fromkeys(eqn.outvars, reach))
         if is_reduction(eqn) or not self._reduced.isdisjoint(read):
             self._reduced.update(eqn.outvars)
+        elif eqn.primitive.name in ("scan", *CALLS) and len(of_visits) > 1:
+            # It runs all these units, as a loop over time runs the cells of layers.
+            for visit in (self.visits[at] for at in of_visits):
+                _note_start(visit, eqn, given)
+                visit.end = _activations(eqn.outvars) or visit.end
         elif self.visits and reach == self.visits[-1].index:
             visit = self.visits[-1]
             if gathered == reach or unit == visit.unit:

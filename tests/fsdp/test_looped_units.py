@@ -17,13 +17,20 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.blocks import WIDTH, EqxBlock, NnxBlock
+from helpers.blocks import (
+    UNIT,
+    WIDTH,
+    EqxBlock,
+    NnxBlock,
+    make_list,
+    through_list,
+    through_modules,
+)
 from helpers.compiling import HAS_EMITTERS
 from helpers.errors import facts
-from helpers.operations import operations
+from helpers.operations import counts_of, operations
 from helpers.two_steps import two_steps
 from jax import lax
-from jax.extend import core
 
 import fsdp_jax as fsdp
 from fsdp_jax.planner import _memory
@@ -74,34 +81,9 @@ class LinenModel(nn.Module):
         return again()(x, None)[0]
 
 
-def make_list(key, width=WIDTH, units=UNITS):
-    shapes = {"up": (width, 2 * width), "down": (2 * width, width)}
-    keys = jax.random.split(key, units)
-    layers = [
-        {n: jax.random.normal(k, dims) / width for n, dims in shapes.items()}
-        for k in keys
-    ]
-    return {"layers": layers}
-
-
 def make_stack(key, **sizes):
     layers = make_list(key, **sizes)["layers"]
     return {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
-
-
-UNIT = fsdp.unit(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])
-
-
-def through_modules(model, x):
-    for layer in model.layers:
-        x = layer(x)
-    return x
-
-
-def through_list(params, x):
-    for weights in params["layers"]:
-        x = UNIT(weights, x)
-    return x
 
 
 def through_stack(params, x):
@@ -252,20 +234,6 @@ def gathers_of(jaxpr):
     return counts_of(jaxpr, "all_gather", ndim=2)
 
 
-def counts_of(jaxpr, primitive, ndim=1, in_loop=False):
-    """How many arrays of so many dims come of a primitive, in loops and outside."""
-    found = np.zeros(2, int)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == primitive:
-            found[int(not in_loop)] += eqn.outvars[0].aval.ndim >= ndim
-        inner = in_loop or eqn.primitive.name == "scan"
-        for value in eqn.params.values():
-            value = getattr(value, "jaxpr", value)
-            if isinstance(value, core.Jaxpr):
-                found += counts_of(value, primitive, ndim, inner)
-    return tuple(map(int, found))
-
-
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
 def test_a_loop_saves_no_shard_for_each_iteration(policy):
     """An input of a checkpointed function is saved: in each iteration, if it varies."""
@@ -302,137 +270,6 @@ def test_memory_of_units_in_a_loop_is_predicted(gpus, monkeypatch):
     # With all that an iteration saves in memory twice until it ends.
     monkeypatch.setattr(_memory, "stacked_early", lambda body, _: body)
     assert predict_memory(plan, state, batch, trace).total > 1.2 * predicted
-
-
-class NnxRNN(nnx.Module):
-    def __init__(self, rngs):
-        self.cell = nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)
-        self.layers = nnx.List([NnxBlock(rngs) for _ in range(UNITS)])
-
-    def __call__(self, x):
-        return through_modules(self, nnx.RNN(self.cell)(x))
-
-
-class LinenRNN(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        cells = nn.GRUCell(WIDTH), nn.GRUCell(WIDTH)
-        return nn.Bidirectional(*map(nn.RNN, cells))(x)
-
-
-class EqxRNN(eqx.Module):
-    cell: eqx.nn.GRUCell
-
-    def __init__(self, key):
-        self.cell = eqx.nn.GRUCell(WIDTH, WIDTH, key=key)
-
-    def __call__(self, x):
-        def of_row(row):
-            first = jnp.zeros(WIDTH)
-            return lax.scan(lambda h, x: (self.cell(x, h),) * 2, first, row)[1]
-
-        return jax.vmap(of_row)(x)
-
-
-def nested_cell(params, x):
-    """A cell in a loop in a loop, the inner one backwards, checkpointed."""
-
-    def again(state, _):
-        run = jax.checkpoint(lambda h, row: (UNIT(params["layers"][0], h + row),) * 2)
-        return lax.scan(run, state, x.swapaxes(0, 1), reverse=True)
-
-    state, states = lax.scan(again, x[:, 0], length=2)
-    return state[None, None] + states
-
-
-CELLS = {
-    "nnx": (
-        lambda key: NnxRNN(nnx.Rngs(key)),
-        [nnx.GRUCell, NnxBlock],
-        lambda m, x: m(x),
-    ),
-    "linen": (
-        lambda key: LinenRNN().init(key, ROWS),
-        ["params.GRUCell_*"],
-        LinenRNN().apply,
-    ),
-    "equinox": (EqxRNN, [eqx.nn.GRUCell], lambda m, x: m(x)),
-    "nested": (functools.partial(make_list, units=1), ["layers.*"], nested_cell),
-}
-ROWS = jnp.sin(jnp.arange(16.0 * 5 * WIDTH)).reshape(16, 5, WIDTH)
-
-
-def planned_cell(form, devices=None, **config):
-    make_model, units, run = CELLS[form]
-    mesh = fsdp.make_mesh(devices=devices)
-    plan = fsdp.fully_shard(make_model, mesh, units, fsdp.FSDPConfig(**config))
-    return plan, lambda model, batch: (run(model, batch) ** 2).mean()
-
-
-def reduced_in_loops(form, **config):
-    """How often each iteration reduces, and what a step reduces outside of loops."""
-    plan, loss = planned_cell(form, **config)
-    step = fsdp.make_train_step(plan, loss, TX)
-    trace = step.jitted.trace(fsdp.abstract_state(plan, TX), ROWS).jaxpr
-    return counts_of(trace.jaxpr, "reduce_scatter")
-
-
-@pytest.mark.parametrize("form", CELLS)
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable])
-def test_the_cell_of_an_rnn_is_gathered_and_reduced_once(form, policy):
-    plan, _ = planned_cell(form)
-    units = [param.unit for param in plan.param_plans]
-    own = sum("cell" in unit.lower() or form == "nested" for unit in units)
-    in_loops, outside = reduced_in_loops(form, remat_policy=policy)
-    assert not in_loops and outside >= own > 0
-    # As each iteration did, and does if no units are ordered.
-    in_loops, _ = reduced_in_loops(form, remat_policy=policy, prefetch=0)
-    assert in_loops >= own
-
-
-@pytest.mark.each_case  # each framework makes another loop
-@pytest.mark.parametrize("form", CELLS)
-def test_a_cell_that_is_gathered_once_has_the_gradients_of_one_device(form, caplog):
-    plan, loss = planned_cell(form)
-    audited = fsdp.audit.audit_loss(plan, loss, ROWS)
-    assert max(audited.grad_differences.values()) < 2e-5  # the order of sums
-    assert not caplog.records  # Nothing waits in its loop.
-
-
-def test_a_cell_in_bfloat16_adds_up_its_gradients_in_float32():
-    """A sum of equal numbers in bfloat16 stops growing at 256 of them."""
-    times = 1024
-    plan = fsdp.fully_shard(
-        lambda key: {"cell": jnp.zeros((8, WIDTH))},
-        fsdp.make_mesh(),
-        ["cell"],
-        fsdp.FSDPConfig(mp_policy=fsdp.MixedPrecisionPolicy(jnp.bfloat16)),
-    )
-    cell = fsdp.unit(lambda w, x: (x.astype(w.dtype) @ w).astype(jnp.float32))
-
-    def loss(params, batch):
-        def run(total, x):
-            return total + cell(params["cell"], x), None
-
-        rows = batch.swapaxes(0, 1)
-        return lax.scan(run, jnp.zeros((len(batch), WIDTH)), rows)[0].mean()
-
-    params = fsdp.init_params(plan, jax.random.key(0))
-    _, grads = fsdp.value_and_grad(plan, loss)(params, jnp.ones((16, times, 8)))
-    np.testing.assert_allclose(grads["cell"], times / WIDTH, rtol=2**-8)
-
-
-def test_the_weights_of_a_cell_are_not_kept_for_backward(gpus):
-    plan, loss = planned_cell("nnx", gpus)
-    rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=plan.batch_sharding)
-    step = fsdp.make_train_step(plan, loss, TX)
-    compiled = step.lower(fsdp.abstract_state(plan, TX), rows).compile()
-    audited = fsdp.audit_step(plan, compiled)
-    counts = {(row.op, row.unit): row.arrays for row in audited.rows}
-    own = sum(param.unit == "cell" for param in plan.param_plans)
-    # Backward reads the kernel of the state alone: rows have no gradients.
-    assert counts["all-gather", "cell"] == own + 1
-    assert counts["reduce-scatter", "cell"] == own
 
 
 def compiled_for(gpus, form, **config):

@@ -174,6 +174,39 @@ ENTRY %main (a: f32[3,2,4], b: f32[8,16], c: f32[2,4]) -> f32[8,16] {{
     assert count(stack, compiled) == 2
 
 
+READS = "(f32[8,16], f32[16,4])"
+
+
+@pytest.mark.parametrize(("result", "units"), [("now", 1), ("new", 2)])
+def test_a_weight_that_a_loop_only_reads_is_the_same_behind_it(plan, result, units):
+    text = f"""{HEAD}
+
+%body (p: {READS}) -> {READS} {{
+  %p = {READS} parameter(0)
+  %x = f32[8,16] get-tuple-element(%p), index=0
+  %now = f32[16,4] get-tuple-element(%p), index=1
+  {use("y", "now")}
+  %new = f32[16,4] fusion(%now), kind=kLoop, calls=%negated
+  ROOT %out = {READS} tuple(%y, %{result})
+}}
+
+ENTRY %main (w.a: f32[2,4], x: f32[8,16]) -> f32[8,16] {{
+  %w.a = f32[2,4] parameter(0)
+  %x = f32[8,16] parameter(1)
+  {begin("a")}
+  {end("a")}
+  %given = {READS} tuple(%x, %a)
+  %loop = {READS} while(%given), body=%body, {TRIPS}
+  %y = f32[8,16] get-tuple-element(%loop), index=0
+  %left = f32[16,4] get-tuple-element(%loop), index=1
+  {use("z", "left", "y")}
+  ROOT {use("out", "a", "z")}
+}}
+"""
+    compiled = Program(parse(text), False, is_cpu=False, is_scheduled=True)
+    assert count(plan, compiled) == units
+
+
 LAYERS, WIDTH = 5, 256
 
 

@@ -31,6 +31,25 @@ def operations(jaxpr: Any, kinds: tuple[str, ...], times: int = 1) -> Counter[st
     return found
 
 
+def counts_of(
+    jaxpr: Any, primitive: str, ndim: int = 1, in_loop: bool = False
+) -> tuple[int, int]:
+    """Counts the arrays of so many dims or more that a primitive makes.
+
+    Returns:
+        Those made within loops, each once, and those made outside.
+    """
+    inside = outside = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == primitive and eqn.outvars[0].aval.ndim >= ndim:
+            inside, outside = inside + in_loop, outside + (not in_loop)
+        for inner in _called(eqn):
+            within = in_loop or eqn.primitive.name == "scan"
+            more = counts_of(inner, primitive, ndim, within)
+            inside, outside = inside + more[0], outside + more[1]
+    return inside, outside
+
+
 def _called(eqn: Any) -> list[Any]:
     values = eqn.params.values()
     flat = [x for v in values for x in (v if isinstance(v, tuple | list) else (v,))]
