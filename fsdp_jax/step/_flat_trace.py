@@ -14,7 +14,9 @@ from fsdp_jax._scopes import GATHERS, HELD, is_in, traced_function
 from fsdp_jax.step._remat_policy import Resharding
 
 REMAT = ("checkpoint", "remat", "remat2")
-CALLS = (*REMAT, "jit", "pjit", "closed_call")
+PLAIN_CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
+"""Calls that run a jaxpr as it is; jax 0.12 has `eval_jaxpr` for `closed_call`."""
+CALLS = (*REMAT, *PLAIN_CALLS)
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "psum", "pmax")
 
 
@@ -126,6 +128,14 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]]:
     if isinstance(jaxpr, core.ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
+
+
+def calling(eqn: Any, jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns a call, or a loop, that runs another jaxpr."""
+    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+    if isinstance(eqn.params[name], core.ClosedJaxpr):
+        jaxpr = core.ClosedJaxpr(jaxpr, consts)
+    return eqn.replace(params=eqn.params | {name: jaxpr})
 
 
 def is_recomputed(eqn: Any) -> bool:

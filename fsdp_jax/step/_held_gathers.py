@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core
 
 from fsdp_jax._scopes import FSDP_UNSHARD, HELD, traced_function
-from fsdp_jax.step._flat_trace import CALLS, called, is_held
+from fsdp_jax.step._flat_trace import CALLS, called, calling, is_held
 from fsdp_jax.step._lifted_gathers import renamed_call, substituted
 
 
@@ -70,9 +70,7 @@ def _called_held(eqn: Any, varying: Any, values: Any) -> Any:
         [v for v, given in pairs if isinstance(given, core.Var) and given in varying],
         [v for v, given in pairs if isinstance(given, core.Var) and given in values],
     )
-    if isinstance(eqn.params["jaxpr"], core.ClosedJaxpr):
-        new = core.ClosedJaxpr(new, consts)
-    return eqn.replace(params=dict(eqn.params, jaxpr=new))
+    return calling(eqn, new, consts)
 
 
 def _barrier(

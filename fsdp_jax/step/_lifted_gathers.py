@@ -19,6 +19,7 @@ from fsdp_jax._scopes import (
 )
 from fsdp_jax.step._flat_trace import (
     CALLS,
+    PLAIN_CALLS,
     REMAT,
     called,
     fresh,
@@ -27,8 +28,6 @@ from fsdp_jax.step._flat_trace import (
     without_dead,
 )
 from fsdp_jax.step._remat_policy import Resharding
-
-_INLINED = ("jit", "pjit", "closed_call")
 
 
 class NotLiftedError(Exception):
@@ -141,7 +140,7 @@ class _Split:
                 "reshard_after_forward=False keeps all weights, so that backward has "
                 "nothing to gather"
             )
-        elif name in _INLINED and gathers_in(called(eqn)[0]):
+        elif name in PLAIN_CALLS and gathers_in(called(eqn)[0]):
             self._inline(eqn)
         elif name in REMAT and gathers_in(called(eqn)[0]):
             if eqn.params["policy"] == Resharding(None):

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 
 from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
-from fsdp_jax.step._flat_trace import CALLS, called, has_effects, operand
+from fsdp_jax.step._flat_trace import CALLS, called, calling, has_effects, operand
 from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._gathered_once import gathered_once
 from fsdp_jax.step._held_gathers import hold_gathers
@@ -141,9 +141,7 @@ class _Scans:
         new = self.replaced(inner, own)
         if new is inner:
             return eqn
-        if isinstance(eqn.params["jaxpr"], core.ClosedJaxpr):
-            new = core.ClosedJaxpr(new, consts)
-        return eqn.replace(params=dict(eqn.params, jaxpr=new))
+        return calling(eqn, new, consts)
 
     def _scan(
         self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any]
@@ -228,8 +226,7 @@ class _Scans:
         consts, carry, xs = loop.split([*given])
         values = [v for v, w in consts if (leaf := _known(known, w)) and leaf.is_value]
         new = hold_gathers(body.jaxpr, [v for v, _ in [*carry, *xs]], values)
-        params = dict(eqn.params, jaxpr=core.ClosedJaxpr(new, body.consts))
-        return eqn.replace(params=params)
+        return calling(eqn, new, body.consts)
 
     def _refuse_streamed(self, units: Sequence[str], reason: str) -> None:
         """Raises for a loop that does not prefetch, if it is to stream its weights."""

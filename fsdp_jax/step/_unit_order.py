@@ -46,6 +46,7 @@ from fsdp_jax.step._flat_trace import (
     FlatTrace,
     barrier_of,
     called,
+    calling,
     is_var,
     name_of,
     operand,
@@ -101,9 +102,7 @@ def _with_loop_ordered(eqn: Any, prefetch: int) -> Any:
         new, consts = ordered.jaxpr, ordered.consts
     if new is inner:
         return eqn
-    if isinstance(eqn.params["jaxpr"], core.ClosedJaxpr):
-        new = core.ClosedJaxpr(new, consts)
-    return eqn.replace(params=dict(eqn.params, jaxpr=new))
+    return calling(eqn, new, consts)
 
 
 def _size(v: Any) -> tuple[bool, int]:

@@ -26,6 +26,7 @@ INLINED = {
     "jit",
     "closed_call",
     "core_call",
+    "eval_jaxpr",
     "remat2",
     "checkpoint",
     "custom_jvp_call",
