@@ -99,10 +99,12 @@ class Shard:
         return (
             f"'{self.param.name}' belongs to unit '{self.param.unit}' and is used "
             "outside of it, where only this device's shard exists. Use it in a method "
-            "of the unit's class (one that `units` names, if it names methods), mark "
-            "the function that uses it with fsdp.unit or fsdp.scan, which gather the "
-            "weights in its first argument alone (several in a tuple or a dict), or "
-            "leave it out of `units`, so that it is gathered at the entry of the loss."
+            "of the unit's class (one that `units` names, if it names methods; an nnx "
+            "or equinox module is a unit by its class, units=[Block], and not by its "
+            "path), mark the function that uses it with fsdp.unit or fsdp.scan, which "
+            "gather the weights in its first argument alone (several in a tuple or a "
+            "dict), or leave it out of `units`, so that it is gathered at the entry of "
+            "the loss."
         )
 
 
