@@ -254,8 +254,9 @@ def _entries(eqns: Iterable[Any], outer: tuple[Any, ...]) -> Iterator[tuple[str,
         scopes = *outer, eqn.source_info.name_stack
         if (name := traced_function(eqn)) in GATHERS:
             yield name, "/".join(map(str, scopes))
-        for inner in _programs(eqn):
-            yield from _entries(inner.eqns, scopes)
+        if name != FSDP_SCAN:
+            for inner in _programs(eqn):
+                yield from _entries(inner.eqns, scopes)
 
 
 def _programs(eqn: Any) -> Iterable[Any]:

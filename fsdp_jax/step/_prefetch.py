@@ -133,7 +133,7 @@ def _forward(stack: Stack, shards, floats, others):
     Returns:
       `((carry, ys), (other carry, other ys)), saved, window`: the results; for each
       run the residuals of its units, stacked; and the gathered values that backward
-      begins with.
+      begins with, None if it gathers them itself.
     """
     carry, slices, consts = floats
     other_carry, other_slices, other_consts = others
@@ -157,7 +157,7 @@ def _forward(stack: Stack, shards, floats, others):
         stack.traced.pulls[static], saved = Pullback.of(pull, known)
         return (carry, other_carry, [*window[1:], ahead]), (y, other_y, saved)
 
-    window = [stack.values(shards, i) for i in range(stack.prefetch)]
+    shards, window = stack.window(shards, 0, carry)
     state, made = (carry, other_carry, window), []
     xs = (jnp.arange(stack.num_units), slices, other_slices)
     for run in stack.runs:
@@ -166,7 +166,8 @@ def _forward(stack: Stack, shards, floats, others):
         made.append(out)
     (carry, other_carry, window), saved = state, [of_run[2] for of_run in made]
     ys, other_ys = join_runs([of_run[:2] for of_run in made])
-    return ((carry, ys), (other_carry, other_ys)), saved, window
+    left = window if stack.keeps_window else None
+    return ((carry, ys), (other_carry, other_ys)), saved, left
 
 
 class _BackwardCarry(NamedTuple):
@@ -217,6 +218,8 @@ def _backward(stack: Stack, residuals, cotangents):
     shards, (saved, window), (slices, consts), (other_slices, other_consts) = residuals
     (carry, ys), _ = cotangents
     last = stack.num_units - 1
+    if window is None:
+        shards, window = stack.window(shards, stack.num_units, (carry, ys))
 
     def body(static, state, x):
         carry, window, pending, reduced, grad_buffers, d_consts = state

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from fsdp_jax._scopes import PREFETCH
+from fsdp_jax._scopes import HELD, PREFETCH
 from fsdp_jax._tree import PyTree
 from fsdp_jax.step._collectives import gather_weight
 from fsdp_jax.step._float_partition import FloatPartition
@@ -57,6 +57,10 @@ class Stack:
       prefetch: Distance from the unit that computes to the one being gathered.
       unroll: Units in one iteration of the loop.
       policy: `jax.checkpoint` policy for a unit's activations; None saves all.
+      is_nested: Whether it runs within a loop of the model. What it gathers then waits
+        for its carry, or jax would gather once for all iterations of that loop.
+      keeps_window: Whether backward begins with the units that forward ended with and
+        that stay unsharded: those of the last stack that runs, alone.
       traced: Facts that are known once a unit is traced.
     """
 
@@ -68,6 +72,8 @@ class Stack:
     prefetch: int
     unroll: int
     policy: Callable[..., bool] | None
+    is_nested: bool = False
+    keeps_window: bool = True
     traced: TracedUnit = dataclasses.field(default_factory=TracedUnit)
 
     @property
@@ -113,6 +119,26 @@ class Stack:
         i = jnp.minimum(i, 2 * self.num_units - 1 - i)
         return list(self.weights_only(unit_at(shards, jnp.maximum(i, 0))))
 
+    def window(
+        self, shards: list[Shard], i: int, start: PyTree
+    ) -> tuple[list[Shard], list[Leaves]]:
+        """Returns the shards to gather from, and the values of the first units.
+
+        Args:
+          shards: Parameters of the stack.
+          i: First unit, counted as in `values`.
+          start: Arrays that differ in each iteration of a loop around the stack.
+        """
+        start = jax.tree.leaves(start)[:1]
+        if self.is_nested and start:
+            pieces = [shard.value for shard in shards]
+            with jax.named_scope(HELD):
+                _, pieces = lax.optimization_barrier((start, pieces))
+            shards = _with_pieces(shards, pieces)
+        return shards, [
+            self.values(shards, i + ahead) for ahead in range(self.prefetch)
+        ]
+
     def shift(
         self, shards: list[Shard], window: list[Leaves], i: Any
     ) -> tuple[list[Leaves], Leaves]:
@@ -124,12 +150,8 @@ class Stack:
         """
         pieces = [shard.value for shard in shards]
         pieces, window = lax.optimization_barrier((pieces, window))
-        tied = [
-            dataclasses.replace(shard, value=piece)
-            for shard, piece in zip(shards, pieces, strict=True)
-        ]
         with jax.named_scope(PREFETCH):
-            return window, self.values(tied, i)
+            return window, self.values(_with_pieces(shards, pieces), i)
 
     def unit(self, static, values, carry, slices, consts, others):
         """Runs one unit on floating-point leaves; its other results are aux."""
@@ -144,6 +166,11 @@ class Stack:
         if self.policy:
             run = jax.checkpoint(run, policy=without_float8(self.policy))
         return run(values, carry, slices, consts, others)
+
+
+def _with_pieces(shards: Sequence[Shard], pieces: Sequence[Any]) -> list[Shard]:
+    pairs = zip(shards, pieces, strict=True)
+    return [dataclasses.replace(shard, value=piece) for shard, piece in pairs]
 
 
 def with_gradients(values: Leaves, grads: Leaves | None = None) -> Leaves:

@@ -8,6 +8,7 @@ iteration while an earlier one computes.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,8 +62,20 @@ def prefetch_scans(
         for j in range(len(jax.tree.leaves(shard)))
     ]
     known = dict(zip(closed.jaxpr.invars, leaves, strict=False))
-    jaxpr = _Scans(shards, prefetch).replaced(closed.jaxpr, known)
+    jaxpr = _Scans(shards, prefetch).replaced(closed.jaxpr, known, _Place())
     return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a program runs: within a loop, and as the last one that runs units."""
+
+    is_nested: bool = False
+    is_last: bool = True
+
+
+_IN_LOOP = _Place(is_nested=True, is_last=False)
+"""Place of a loop's body."""
 
 
 # What a loop over n layers becomes, in a trace where `w` are the leaves of a stack of
@@ -78,8 +91,9 @@ def prefetch_scans(
 # A jaxpr has arrays and no `Shard`s, but the derivative of `fsdp_scan` needs them: the
 # plan of each weight, and its `grad_buffer`. So the leaves are followed from the inputs
 # of the trace, where their order is known, to the operands of the scan, and shards are
-# rebuilt of those. A leaf may pass through calls, copies and barriers, but must reach
-# the scan unchanged: the cotangent of `fsdp_scan` is that of the leaf itself.
+# rebuilt of those. A leaf may pass through calls, copies and barriers, be sliced by a
+# loop around the scan, and lose or arrange units, but must have theirs unchanged: the
+# cotangent of `fsdp_scan` is that of the leaf itself.
 #
 # A loop that does not fit keeps its equation and its values, and only loses the
 # prefetching, which a log record says.
@@ -90,21 +104,23 @@ class _Scans:
         self._shards = shards
         self._prefetch = prefetch
 
-    def replaced(self, jaxpr: Any, known: dict[Any, Leaf]) -> Any:
+    def replaced(self, jaxpr: Any, known: dict[Any, Leaf], place: _Place) -> Any:
         """Returns a jaxpr with its loops replaced; itself if there are none.
 
         Args:
           jaxpr: Open jaxpr.
           known: Variables that are leaves of shards; those found are added.
+          place: Where it runs.
         """
+        last = max((at for at, e in enumerate(jaxpr.eqns) if _runs_units(e)), default=0)
         env: dict[Any, Any] = {}
         eqns: list[Any] = []
-        for eqn in jaxpr.eqns:
+        for at, eqn in enumerate(jaxpr.eqns):
             eqn = substituted(eqn, env) if env else eqn
-            eqns += self._equation(eqn, known, env)
-            for read, made in _unchanged(eqn):
-                if read in known:
-                    known[made] = known[read]
+            own = dataclasses.replace(place, is_last=place.is_last and at == last)
+            eqns += self._equation(eqn, known, env, own)
+            for read, made in self._moved(eqn, known):
+                known[made] = known[read]
         if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=False)):
             return jaxpr
         return jaxpr.replace(
@@ -114,19 +130,23 @@ class _Scans:
         )
 
     def _equation(
-        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any]
+        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any], place: _Place
     ) -> Sequence[Any]:
         if eqn.primitive.name == "scan":
-            return self._scan(eqn, known, env)
+            return self._scan(eqn, known, env, place)
         if eqn.primitive.name in _SLICES and (leaf := _known(known, eqn.invars[0])):
             reason = "the loss takes slices of the stack itself, without a scan"
             self._refuse_streamed([self._shards[leaf.shard].param.unit], reason)
         if eqn.primitive.name not in CALLS:
             return [eqn]
-        return [self._with_body(eqn, eqn.invars, known)]
+        return [self._with_body(eqn, eqn.invars, known, place)]
 
     def _with_body(
-        self, eqn: Any, operands: Sequence[Any], known: dict[Any, Leaf]
+        self,
+        eqn: Any,
+        operands: Sequence[Any],
+        known: dict[Any, Leaf],
+        place: _Place,
     ) -> Any:
         """Replaces the loops in what an equation runs.
 
@@ -134,17 +154,18 @@ class _Scans:
           eqn: A call, or a loop.
           operands: Its first operands, in which to look for shards.
           known: Variables that are leaves of shards.
+          place: Where its body runs.
         """
         inner, consts = called(eqn)
         given = zip(inner.invars, operands, strict=False)
         own = {v: leaf for v, w in given if (leaf := _known(known, w))}
-        new = self.replaced(inner, own)
+        new = self.replaced(inner, own, place)
         if new is inner:
             return eqn
         return calling(eqn, new, consts)
 
     def _scan(
-        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any]
+        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any], place: _Place
     ) -> Sequence[Any]:
         loop = Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
@@ -158,9 +179,15 @@ class _Scans:
             return [eqn]
         try:
             if any(leaves):
-                run = self._run(loop, leaves)
+                consts, carry, xs = loop.split(eqn.invars)
+                read = [*consts, *[None] * len(carry), *xs]
+                eqn = self._with_body(eqn, read, known, _IN_LOOP)
+                if eqn is not loop.eqn:
+                    return [self._of_stacks(eqn)]
+                run = self._run(loop, leaves, place)
             else:
-                eqn = self._with_body(eqn, loop.split(eqn.invars)[0], known)
+                consts, _, _ = loop.split(eqn.invars)
+                eqn = self._with_body(eqn, consts, known, _IN_LOOP)
                 has_loops = eqn is not loop.eqn
                 loop = Loop.of(eqn)
                 run = self._gathered_once(loop, known)
@@ -242,8 +269,16 @@ class _Scans:
                 f"not: {reason}. Change the loop, or set stream_params=False."
             )
 
+    def _of_stacks(self, eqn: Any) -> Any:
+        """Returns a loop over stacks, each of which a loop in its body runs."""
+        if units := units_entered(eqn.params["jaxpr"].jaxpr):
+            reason = NotLiftedError("its body runs a loop over other units")
+            self._refuse_streamed(units, str(reason))
+            _say(units[0], reason)
+        return eqn
+
     def _run(
-        self, loop: Loop, leaves: Sequence[Leaf | None]
+        self, loop: Loop, leaves: Sequence[Leaf | None], place: _Place
     ) -> Callable[..., Sequence[Any]] | None:
         """Returns a function of a loop's operands that prefetches; None if none has to.
 
@@ -263,7 +298,11 @@ class _Scans:
         if any(at is not None for at in lifted.passed[: loop.num_carry]):
             raise NotLiftedError("it carries a shard from one unit to the next")
         sliced = SlicedShards.of(self._shards, leaves, lifted)
-        stack = self._stack(loop, lifted, sliced)
+        stack = dataclasses.replace(
+            self._stack(loop, lifted, sliced),
+            is_nested=place.is_nested,
+            keeps_window=place.is_last,
+        )
 
         def run(*operands):
             consts, carry, xs = loop.split(operands)
@@ -274,6 +313,23 @@ class _Scans:
             return [next(made) if at is None else stacks[at] for at in lifted.passed]
 
         return run
+
+    def _moved(self, eqn: Any, known: dict[Any, Leaf]) -> Iterator[tuple[Any, Any]]:
+        """Yields leaves that an equation reads, and those of the same units it makes.
+
+        Units may be taken from a stack, or put into rows of stacks.
+        """
+        if eqn.primitive.name in ("copy", "optimization_barrier"):
+            for read, made in zip(eqn.invars, eqn.outvars, strict=True):
+                if _known(known, read):
+                    yield read, made
+        elif eqn.primitive.name in ("reshape", "slice"):
+            read, made = eqn.invars[0], eqn.outvars[0]
+            if leaf := _known(known, read):
+                ndim = self._shards[leaf.shard].param.ndim_in_unit
+                units = [v.aval.shape[v.aval.ndim - ndim :] for v in (read, made)]
+                if units[0] == units[1]:
+                    yield read, made
 
     def _stack(self, loop: Loop, lifted: LiftedGathers, sliced: SlicedShards) -> Stack:
         consts, carry, xs = loop.split([v.aval for v in loop.eqn.invars])
@@ -301,6 +357,13 @@ class _Scans:
             loop.eqn.params["unroll"],
             policy=None,  # The unit's own is in the trace.
         )
+
+
+def _runs_units(eqn: Any) -> bool:
+    """Returns whether an equation runs a loop that enters units, or calls such ones."""
+    if eqn.primitive.name == "scan":
+        return bool(units_entered(eqn.params["jaxpr"].jaxpr))
+    return eqn.primitive.name in CALLS and any(map(_runs_units, called(eqn)[0].eqns))
 
 
 _SLICES = ("slice", "dynamic_slice", "gather")
@@ -345,11 +408,3 @@ def _is_weak(v: Any) -> bool:
 
 def _known(known: dict[Any, Leaf], v: Any) -> Leaf | None:
     return known.get(v) if isinstance(v, core.Var) else None
-
-
-def _unchanged(eqn: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields operands of an equation and the results that equal them."""
-    if eqn.primitive.name in ("copy", "optimization_barrier"):
-        for read, made in zip(eqn.invars, eqn.outvars, strict=True):
-            if isinstance(read, core.Var):
-                yield read, made

@@ -48,6 +48,8 @@ class SlicedShards:
     ) -> SlicedShards:
         own = [at for at, leaf in enumerate(leaves) if leaf]
         places = {leaf: at for at, leaf in enumerate(leaves) if leaf}
+        if len(places) < len(own):
+            raise NotLiftedError("it slices several parts of one stack")
         read = [leaf for at in lifted.read if (leaf := leaves[own[at]])]
         gathered = dict.fromkeys(leaf.shard for leaf in read)
         trees = {i: jax.tree.structure(shards[i]) for i in gathered}
