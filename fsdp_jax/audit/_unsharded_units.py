@@ -239,7 +239,7 @@ class _Walk:
         """
         lives = _Lives()
         places = {one.name: at for at, one in enumerate(within.instructions)}
-        for at, one in enumerate(within.instructions):
+        for at, one in enumerate(map(within.fused, within.instructions)):
             if gather := self._gathers.get((within.name, one.name)):
                 lives.arrays[one.name] = made = _arrays(gather.weights, one.name)
                 lives.born.update(dict.fromkeys(made, places[gather.start]))
@@ -251,6 +251,9 @@ class _Walk:
                 lives.elements[one.name] = left
                 for array in _all(left):
                     lives.born.setdefault(array, at + 1)
+            elif _writes_slice(self._module, one):
+                lives.arrays[one.name] = made = _stacked(within, one, lives)
+                lives.born.update(dict.fromkeys(made, at))
             else:
                 _pass_on(within, one, lives)
             lives.last.update(dict.fromkeys(lives.read(one), at))
@@ -315,6 +318,27 @@ def _pass_on(within: Computation, one: Instruction, lives: _Lives) -> None:
                 )
             )
         )
+
+
+def _writes_slice(module: Module, one: Instruction) -> bool:
+    """Returns whether an instruction writes a slice of an array."""
+    if one.opcode == "fusion":
+        one = module[one.calls[0]].root
+    return one.opcode == "dynamic-update-slice"
+
+
+def _stacked(within: Computation, one: Instruction, lives: _Lives) -> Arrays:
+    """Returns the weights in a stack that each iteration of a loop writes one into."""
+    found: list[Weight] = []
+    for name in one.operands:
+        size = size_of(within.by_name[name])
+        number, rest = divmod(size_of(one), size)
+        if not rest and number > 1:
+            own = lives.arrays.get(name, _NONE)
+            found += [array.weight for array in own] * number
+        elif number == 1 and (own := lives.arrays.get(name)):
+            return own  # The stack itself, of which others have been written.
+    return _arrays(found, one.name)
 
 
 def _kept(body: Computation) -> list[int]:

@@ -115,6 +115,15 @@ class Computation:
     instructions: tuple[Instruction, ...]
     root: Instruction
 
+    def fused(self, one: Instruction) -> Instruction:
+        """Returns the fusion that a `fusion-done` completes; others as they are."""
+        if one.opcode != "fusion-done":
+            return one
+        start = self.by_name[one.operands[0]]
+        return dataclasses.replace(
+            one, opcode="fusion", operands=start.operands, attributes=start.attributes
+        )
+
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         """Instructions by name."""

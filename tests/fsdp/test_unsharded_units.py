@@ -135,6 +135,12 @@ def test_merged_gathers_are_named(plan):
 TRIPS = 'backend_config={"known_trip_count":{"n":"3"}}'
 KIND = "(s32[], f32[3,2,4], f32[8,16], f32[16,4])"
 BODY = """
+%sliced (a: f32[3,2,4], b: s32[]) -> f32[2,4] {
+  %a = f32[3,2,4] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %slice = f32[2,4] dynamic-slice(%a, %b), dynamic_slice_sizes={1,2,4}
+}
+
 %body (p: KIND) -> KIND {
   %p = KIND parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
@@ -181,6 +187,11 @@ READS = "(f32[8,16], f32[16,4])"
 def test_a_weight_that_a_loop_only_reads_is_the_same_behind_it(plan, result, units):
     text = f"""{HEAD}
 
+%negated (a: f32[16,4]) -> f32[16,4] {{
+  %a = f32[16,4] parameter(0)
+  ROOT %minus = f32[16,4] negate(%a)
+}}
+
 %body (p: {READS}) -> {READS} {{
   %p = {READS} parameter(0)
   %x = f32[8,16] get-tuple-element(%p), index=0
@@ -205,6 +216,49 @@ ENTRY %main (w.a: f32[2,4], x: f32[8,16]) -> f32[8,16] {{
 """
     compiled = Program(parse(text), False, is_cpu=False, is_scheduled=True)
     assert count(plan, compiled) == units
+
+
+STACKS = "(s32[], f32[3,16,4], f32[16,4])"
+
+
+@pytest.mark.parametrize("opcode", ["fusion", "dynamic-update-slice"])
+def test_weights_that_a_loop_stacks_are_all_unsharded(plan, opcode):
+    write = f"%kept = f32[3,16,4] {opcode}(%stack, %now, %i)"
+    if opcode == "fusion":
+        write += ", kind=kLoop, calls=%write"
+    text = f"""{HEAD}
+
+%write (a: f32[3,16,4], b: f32[16,4], c: s32[]) -> f32[3,16,4] {{
+  %a = f32[3,16,4] parameter(0)
+  %b = f32[16,4] parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %written = f32[3,16,4] dynamic-update-slice(%a, %b, %c)
+}}
+
+%body (p: {STACKS}) -> {STACKS} {{
+  %p = {STACKS} parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %stack = f32[3,16,4] get-tuple-element(%p), index=1
+  %now = f32[16,4] get-tuple-element(%p), index=2
+  {write}
+  ROOT %out = {STACKS} tuple(%i, %kept, %now)
+}}
+
+ENTRY %main (w.a: f32[2,4], x: f32[8,16]) -> f32[8,16] {{
+  %w.a = f32[2,4] parameter(0)
+  %x = f32[8,16] parameter(1)
+  {begin("a")}
+  {end("a")}
+  %zero = s32[] constant(0)
+  %zeros = f32[3,16,4] broadcast(%zero), dimensions={{}}
+  %given = {STACKS} tuple(%zero, %zeros, %a)
+  %loop = {STACKS} while(%given), body=%body, {TRIPS}
+  %left = f32[3,16,4] get-tuple-element(%loop), index=1
+  ROOT {use("out", "left")}
+}}
+"""
+    compiled = Program(parse(text), False, is_cpu=False, is_scheduled=True)
+    assert count(plan, compiled) == 4  # The stack, and the weight that it is made of.
 
 
 LAYERS, WIDTH = 5, 256
