@@ -124,6 +124,8 @@ class _Reader:
         *,
         in_loop: bool,
     ) -> Step | None:
+        # A fusion that XLA runs beside others: they share the GPU's memory bandwidth.
+        one = computation.fused(one)
         if one.opcode == "while":
             body = self.steps(self.module[one.calls[0]], in_loop=True)
             return Loop(one.trip_count or 1, body)
@@ -136,7 +138,9 @@ class _Reader:
             is_async = one.opcode.endswith("-start")
             return Start(named, is_async, in_backward=scope[0] == "backward")
         if one.opcode.endswith(("-start", "-update")):
-            return None  # A copy to or from the host, which is on neither stream.
+            # A copy to or from the host, which is on neither stream; or a fusion, which
+            # counts where it is done.
+            return None
         kernel = kernel_of(self.module, computation, one)
         return Run(kernel, *scope) if kernel else None
 

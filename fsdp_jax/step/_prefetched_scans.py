@@ -17,28 +17,23 @@ import jax
 from jax.core import ShapedArray
 from jax.extend import core
 
-from fsdp_jax._scopes import AS_WRITTEN, is_in, unit_scope
-from fsdp_jax.step._flat_trace import CALLS, called, calling, has_effects, operand
-from fsdp_jax.step._float_partition import FloatPartition
+from fsdp_jax._scopes import AS_WRITTEN, is_in
+from fsdp_jax.step._flat_trace import CALLS, called, calling, operand
 from fsdp_jax.step._gathered_once import gathered_once
 from fsdp_jax.step._held_gathers import hold_gathers
 from fsdp_jax.step._lifted_gathers import (
-    LiftedGathers,
     NotLiftedError,
     gathers_ahead,
     gathers_in_loops,
-    lift_gathers,
     num_entries,
     renamed_call,
     substituted,
     units_entered,
 )
 from fsdp_jax.step._loop_equation import Loop
-from fsdp_jax.step._prefetch import run_stack
-from fsdp_jax.step._prefetch_stack import Stack
 from fsdp_jax.step._shard import Shard
-from fsdp_jax.step._sliced_shards import Leaf, SlicedShards
-from fsdp_jax.step._static_runs import StaticRun
+from fsdp_jax.step._sliced_shards import Leaf
+from fsdp_jax.step._stack_loop import Place, stack_loop
 
 
 def prefetch_scans(
@@ -62,19 +57,11 @@ def prefetch_scans(
         for j in range(len(jax.tree.leaves(shard)))
     ]
     known = dict(zip(closed.jaxpr.invars, leaves, strict=False))
-    jaxpr = _Scans(shards, prefetch).replaced(closed.jaxpr, known, _Place())
+    jaxpr = _Scans(shards, prefetch).replaced(closed.jaxpr, known, Place())
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a program runs: within a loop, and as the last one that runs units."""
-
-    is_nested: bool = False
-    is_last: bool = True
-
-
-_IN_LOOP = _Place(is_nested=True, is_last=False)
+_IN_LOOP = Place(is_nested=True, is_last=False)
 """Place of a loop's body."""
 
 
@@ -104,7 +91,7 @@ class _Scans:
         self._shards = shards
         self._prefetch = prefetch
 
-    def replaced(self, jaxpr: Any, known: dict[Any, Leaf], place: _Place) -> Any:
+    def replaced(self, jaxpr: Any, known: dict[Any, Leaf], place: Place) -> Any:
         """Returns a jaxpr with its loops replaced; itself if there are none.
 
         Args:
@@ -130,7 +117,7 @@ class _Scans:
         )
 
     def _equation(
-        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any], place: _Place
+        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any], place: Place
     ) -> Sequence[Any]:
         if eqn.primitive.name == "scan":
             return self._scan(eqn, known, env, place)
@@ -146,7 +133,7 @@ class _Scans:
         eqn: Any,
         operands: Sequence[Any],
         known: dict[Any, Leaf],
-        place: _Place,
+        place: Place,
     ) -> Any:
         """Replaces the loops in what an equation runs.
 
@@ -165,7 +152,7 @@ class _Scans:
         return calling(eqn, new, consts)
 
     def _scan(
-        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any], place: _Place
+        self, eqn: Any, known: dict[Any, Leaf], env: dict[Any, Any], place: Place
     ) -> Sequence[Any]:
         loop = Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
@@ -182,9 +169,10 @@ class _Scans:
                 consts, carry, xs = loop.split(eqn.invars)
                 read = [*consts, *[None] * len(carry), *xs]
                 eqn = self._with_body(eqn, read, known, _IN_LOOP)
-                if eqn is not loop.eqn:
+                loop = Loop.of(eqn)
+                if gathers_ahead(eqn.params["jaxpr"].jaxpr):
                     return [self._of_stacks(eqn)]
-                run = self._run(loop, leaves, place)
+                run = stack_loop(loop, self._shards, leaves, self._prefetch, place)
             else:
                 consts, _, _ = loop.split(eqn.invars)
                 eqn = self._with_body(eqn, consts, known, _IN_LOOP)
@@ -277,43 +265,6 @@ class _Scans:
             _say(units[0], reason)
         return eqn
 
-    def _run(
-        self, loop: Loop, leaves: Sequence[Leaf | None], place: _Place
-    ) -> Callable[..., Sequence[Any]] | None:
-        """Returns a function of a loop's operands that prefetches; None if none has to.
-
-        Raises:
-          NotLiftedError: If the loop's gathers cannot be taken out of its body.
-        """
-        first = loop.num_consts + loop.num_carry
-        is_shard = [False] * first + [leaf is not None for leaf in leaves]
-        lifted = lift_gathers(loop.eqn.params["jaxpr"], is_shard)
-        if lifted is None or not loop.eqn.params["length"]:
-            return None
-        if loop.eqn.params["reverse"]:
-            raise NotLiftedError("it begins with the last unit (reverse=True)")
-        if has_effects(loop.eqn):
-            # jax has no custom derivatives of functions with effects.
-            raise NotLiftedError("it has side effects, such as jax.debug.print")
-        if any(at is not None for at in lifted.passed[: loop.num_carry]):
-            raise NotLiftedError("it carries a shard from one unit to the next")
-        sliced = SlicedShards.of(self._shards, leaves, lifted)
-        stack = dataclasses.replace(
-            self._stack(loop, lifted, sliced),
-            is_nested=place.is_nested,
-            keeps_window=place.is_last,
-        )
-
-        def run(*operands):
-            consts, carry, xs = loop.split(operands)
-            shards, slices = sliced.shards(xs), [xs[at] for at in sliced.others]
-            with unit_scope(shards[0].param.unit):
-                carry, ys = run_stack(stack, shards, (carry, slices, consts))
-            made, stacks = iter([*carry, *ys]), sliced.stacks(xs)
-            return [next(made) if at is None else stacks[at] for at in lifted.passed]
-
-        return run
-
     def _moved(self, eqn: Any, known: dict[Any, Leaf]) -> Iterator[tuple[Any, Any]]:
         """Yields leaves that an equation reads, and those of the same units it makes.
 
@@ -330,33 +281,6 @@ class _Scans:
                 units = [v.aval.shape[v.aval.ndim - ndim :] for v in (read, made)]
                 if units[0] == units[1]:
                     yield read, made
-
-    def _stack(self, loop: Loop, lifted: LiftedGathers, sliced: SlicedShards) -> Stack:
-        consts, carry, xs = loop.split([v.aval for v in loop.eqn.invars])
-        slices = [xs[at] for at in sliced.others]
-        num_ys = lifted.passed[len(carry) :].count(None)
-
-        def weights_only(shards):
-            leaves = jax.tree.leaves(shards)
-            return lifted.gather(*(leaves[at] for at in sliced.read))
-
-        def rest(values, *leaves):
-            given = iter(leaves)
-            carried, sliced, constant = (
-                [next(given) for _ in part] for part in (carry, slices, consts)
-            )
-            return lifted.rest(*values, *constant, *carried, *sliced)
-
-        return Stack(
-            weights_only,
-            {None: rest},
-            jax.tree.structure(([0] * len(carry), [0] * num_ys)),
-            FloatPartition.of(carry, slices, consts),
-            [StaticRun(None, 0, loop.eqn.params["length"])],
-            self._prefetch,
-            loop.eqn.params["unroll"],
-            policy=None,  # The unit's own is in the trace.
-        )
 
 
 def _runs_units(eqn: Any) -> bool:

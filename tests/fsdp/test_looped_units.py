@@ -295,7 +295,7 @@ def test_gathers_taken_out_of_the_loop_are_named(gpus, monkeypatch):
 
 
 def test_a_stack_that_is_gathered_once_for_all_iterations_is_named(gpus, monkeypatch):
-    monkeypatch.setattr(_prefetched_scans, "_IN_LOOP", _prefetched_scans._Place())
+    monkeypatch.setattr(_prefetched_scans, "_IN_LOOP", _prefetched_scans.Place())
     # All six, and those that the loop carries.
     with pytest.raises(fsdp.audit.AuditError, match=facts("has 8 unsharded")):
         fsdp.audit_step(*compiled_for(gpus, "a stack"))

@@ -8,10 +8,18 @@ import json
 import pytest
 
 from fsdp_jax.hlo._collectives import Collective
-from fsdp_jax.hlo._parse import Shape
+from fsdp_jax.hlo._parse import Shape, parse
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._kernel import Kernel, kernel_seconds
-from fsdp_jax.planner._schedule import Branch, Loop, Run, Start, Wait, kernels_of
+from fsdp_jax.planner._schedule import (
+    Branch,
+    Loop,
+    Run,
+    Start,
+    Wait,
+    kernels_of,
+    schedule_of,
+)
 from fsdp_jax.planner._schedule_file import load_schedule, save_schedule
 from fsdp_jax.planner._timeline import replay
 from fsdp_jax.planner._trace_file import save_trace
@@ -152,3 +160,31 @@ def test_the_times_of_units_are_those_of_the_step():
     assert unit_times_of(map(dataclasses.asdict, found.values())) == tuple(
         found.values()
     )
+
+
+def test_a_fusion_that_runs_beside_others_takes_the_time_of_its_bytes():
+    def program(*lines):
+        return parse(
+            f"""HloModule step, is_scheduled=true
+
+%double (a: f32[1024]) -> f32[1024] {{
+  %a = f32[1024] parameter(0)
+  ROOT %sum = f32[1024] add(%a, %a)
+}}
+
+ENTRY %main (x: f32[1024]) -> f32[1024] {{
+  %x = f32[1024] parameter(0)
+  {"; ".join(lines)}
+}}
+""".replace("; ", "\n  ")
+        )
+
+    how = "kind=kLoop, calls=%double"
+    plain = program(f"ROOT %y = f32[1024] fusion(%x), {how}")
+    beside = program(
+        f"%s = ((f32[1024]), f32[1024], u32[]) fusion-start(%x), {how}",
+        "ROOT %y = f32[1024] fusion-done(%s)",
+    )
+    assert schedule_of(beside) == schedule_of(plain)
+    (kernel,) = kernels_of(schedule_of(plain))
+    assert kernel.bytes == 2 * 4 * 1024
