@@ -169,8 +169,12 @@ def _without_repeated(
         # At the turn from forward to backward the visits run ..., 2, 1 | 1, 2, ...,
         # counted from the turn: visit k of backward follows its unit's visit of forward
         # by 2k - 1 visits. So this window keeps the last `prefetch` units of forward,
-        # which is what the budget of unsharded units allows.
-        before = there[-(2 * prefetch - 1) :]
+        # which is what the budget of unsharded units allows: fewer visits if they are
+        # of more units, as where forward runs twice.
+        begin = max(i - 2 * prefetch + 1, 0)
+        while len({one.unit for one in visits[begin:i]}) > prefetch:
+            begin += 1
+        before = there[begin:]
         is_same = i > 0 and visits[i - 1].unit == visit.unit
         there.append(dict(there[-1]) if is_same else {})
         for eqn in visit.gathers:

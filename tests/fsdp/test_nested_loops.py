@@ -80,6 +80,15 @@ def with_own(params, x):
     return lax.scan(group, x, (params["own"], params["layers"]))[0]
 
 
+def twice(params, x):
+    """Each layer runs in a loop of its own, which adds up its gradients."""
+
+    def run(x, w):
+        return lax.fori_loop(0, 2, lambda _, x: UNIT(w, x), x), None
+
+    return lax.scan(run, x, params["layers"])[0]
+
+
 class LinenLayer(nn.Module):
     width: int
 
@@ -99,6 +108,7 @@ FORMS = {
     "checkpointed": (make_stack, TWICE, checkpointed),
     "regrouped": (make_one_dim, [fsdp.Stacked("layers")], regrouped),
     "halves": (make_one_dim, [fsdp.Stacked("layers")], halves),
+    "each layer twice": (make_one_dim, [fsdp.Stacked("layers")], twice),
     "with its own": (make_groups, [*TWICE, fsdp.Stacked("own")], with_own),
     "nn.remat_scan": (
         lambda key, width=WIDTH: linen_scan(width).init(key, jnp.zeros((1, width))),

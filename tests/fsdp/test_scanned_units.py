@@ -134,6 +134,12 @@ def tree_form(run, **options):
     return lambda key: {"layers": make_weights(key)}, units, loss
 
 
+def of_a_part(model, x):
+    unit = fsdp.unit(feed_forward)
+    first = jax.tree.map(lambda w: w[:2], model["layers"])
+    return jax.lax.scan(lambda x, weights: (unit(weights, x), None), x, first)[0]
+
+
 FORMS = {
     "nnx.scan": nnx_form(),
     "nnx.scan of nnx.remat": nnx_form(wrap=nnx.remat),
@@ -144,6 +150,7 @@ FORMS = {
     "lax.scan of remat": tree_form(of_lax, wrap=jax.checkpoint, unroll=2),
     "lax.scan in remat": tree_form(jax.checkpoint(of_lax)),
     "fsdp.scan": tree_form(of_fsdp),
+    "a part of the stack": tree_form(of_a_part),
 }
 
 
@@ -236,11 +243,11 @@ def test_one_device_has_nothing_to_gather_ahead():
     assert fsdp.fully_shard(make_model, mesh, units=units).prefetch == 0
 
 
-def in_an_inner_loop(model, x):
+def in_a_branch(model, x):
     unit = fsdp.unit(feed_forward)
 
     def run(x, weights):
-        return jax.lax.fori_loop(0, 2, lambda _, x: unit(weights, x), x), None
+        return jax.lax.cond(True, unit, lambda _, x: x, weights, x), None
 
     return jax.lax.scan(run, x, model["layers"])[0]
 
@@ -252,12 +259,6 @@ def by_index(model, x):
         return unit(jax.tree.map(lambda w: w[i], model["layers"]), x), None
 
     return jax.lax.scan(run, x, jnp.arange(UNITS))[0]
-
-
-def of_a_part(model, x):
-    unit = fsdp.unit(feed_forward)
-    first = jax.tree.map(lambda w: w[:2], model["layers"])
-    return jax.lax.scan(lambda x, weights: (unit(weights, x), None), x, first)[0]
 
 
 def printing(run):
@@ -276,9 +277,8 @@ LEFT = {
         {"reshard_after_forward": False},
         "reshard_after_forward=False",
     ),
-    "an inner loop": (tree_form(in_an_inner_loop), {}, "'scan'"),
+    "a branch": (tree_form(in_a_branch), {}, "'cond'"),
     "by an index": (tree_form(by_index), {}, "xs"),
-    "a part of the stack": (tree_form(of_a_part), {}, "xs"),
 }
 
 
