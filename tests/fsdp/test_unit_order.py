@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.blocks import WIDTH, EqxBlock, NnxBlock
+from helpers.blocks import WIDTH, EqxBlock, NnxBlock, through_modules
 from helpers.errors import facts
 from helpers.operations import operations
 from helpers.two_steps import two_steps
@@ -285,6 +285,31 @@ def test_without_prefetch_no_gather_of_forward_waits_for_a_product():
 def test_more_ahead_leave_more_weights_to_backward():
     once, twice = (len(visits(step_of("nnx", prefetch=k))) for k in (1, 2))
     assert (once, twice) == (2 * UNITS - 1, 2 * UNITS - 2)
+
+
+@jax.custom_vjp
+def run_again(model, x):
+    """The model, with a derivative rule that runs its forward pass once more."""
+    return through_modules(model, x)
+
+
+run_again.defvjp(
+    lambda model, x: (run_again(model, x), (model, x)),
+    lambda given, grad: jax.vjp(through_modules, *given)[1](grad),
+)
+
+
+def test_no_more_units_are_left_to_a_second_forward_pass_than_gathered_ahead():
+    make_model, units, _ = FORMS["equinox"]
+    config = fsdp.FSDPConfig(prefetch=UNITS - 1)
+    plan = fsdp.fully_shard(make_model, fsdp.make_mesh(), units, config)
+    step = fsdp.make_train_step(plan, lambda m, x: (run_again(m, x) ** 2).mean(), TX)
+    program = Program(jax.make_jaxpr(step)(fsdp.abstract_state(plan, TX), BATCH))
+    # Both forward passes, and of backward the unit that is not there any more.
+    assert [unit for unit, _ in visits(program)] == [
+        *[f"layers.{i}" for i in range(UNITS)] * 2,
+        "layers.0",
+    ]
 
 
 def test_evaluation_gathers_one_unit_ahead_too():
