@@ -294,7 +294,7 @@ def run_again(model, x):
 
 
 run_again.defvjp(
-    lambda model, x: (run_again(model, x), (model, x)),
+    lambda model, x: (through_modules(model, x), (model, x)),
     lambda given, grad: jax.vjp(through_modules, *given)[1](grad),
 )
 
