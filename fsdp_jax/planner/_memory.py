@@ -21,7 +21,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.planner._host_memory import entered, resident, update_bytes
 from fsdp_jax.planner._transposed_copies import transposed_bytes
 from fsdp_jax.planner.liveness._lifetimes import LOOPS, Lifetimes, lifetimes
-from fsdp_jax.planner.liveness._operations import Operation, Program, Value
+from fsdp_jax.planner.liveness._operations import ZEROS, Operation, Program, Value
 from fsdp_jax.planner.liveness._overlapped_order import overlapped
 from fsdp_jax.planner.liveness._schedule_order import as_run
 from fsdp_jax.planner.liveness._stacked_results import stacked_early
@@ -201,7 +201,11 @@ class _Walk:
             return "gathered"
         if key in self.grads or value in found.to_reduce:
             return "gradients"
-        if key in self.unsharded and operation.name in ("scan", "broadcast_in_dim"):
+        if key in self.unsharded and operation.name in (
+            "scan",
+            "broadcast_in_dim",
+            ZEROS,
+        ):
             # A loop carries prefetched weights of a unit; zeros with a unit's dims are
             # the initial value of a gradient.
             return "gathered" if operation.name == "scan" else "gradients"
@@ -224,7 +228,8 @@ def _inputs(
     is_while = operation.name == "while"
     own = len(operation.inputs) - len(body.inputs) if is_while else 0
     begin, end = (at - own for at in operation.carry)
-    outer = zip(body.inputs[:begin], operation.inputs[own:][:begin], strict=True)
+    outer = list(zip(body.inputs, operation.inputs[own:], strict=True))
+    outer = [*outer[:begin], *outer[end:]]  # The carry begins as zeros, and changes.
     made = {inner for inner, read in outer if read in found.generated}
     return {*body.inputs[:begin], *body.inputs[end:]} - made, made
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 
 from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Value
 from fsdp_jax.planner.liveness._ragged_products import EXPAND
+from fsdp_jax.planner.liveness._zero_stacks import zero_stacks, zeros_of
 from fsdp_jax.step._batch_sum import SUM_OVER_BATCH
 from fsdp_jax.step._grad_mark import GRADIENT
 
@@ -180,8 +181,10 @@ def _is_fused(operation: Operation) -> bool:
 
 def _generated(program: Program, given: Set[Value]) -> Set[Value]:
     """Returns values computed elementwise from nothing, or from such values alone."""
-    generated = set(given)
+    generated, zeros = set(given), zeros_of(program)
     for operation in program.operations:
+        if operation.name == "scan":
+            generated |= zero_stacks(operation, zeros)
         if operation.name in (KERNELS | VIEWS) - {MOVE}:
             continue
         if all(value in generated for value in _read(operation)):
@@ -274,11 +277,13 @@ def _written(
             continue
         read = list(operation.inputs)
         if operation.name == "scan":
-            # A loop recomputes generated constants in each iteration.
-            begin, _ = operation.carry
-            consts = [v for v in read[:begin] if v not in generated]
-            read = consts + read[begin:]
-        written.update(_at_home(read, homes), _at_home(operation.outputs, homes))
+            # A loop recomputes generated constants in each iteration, and slices of
+            # them.
+            begin, end = operation.carry
+            carry = read[begin:end]
+            read = [v for v in read if v not in generated] + carry
+        made = [v for v in operation.outputs if v not in generated]
+        written.update(_at_home(read, homes), _at_home(made, homes))
     written.update(_at_home(program.outputs, homes))
     return {value for value in written if value.bytes >= SMALL}
 

@@ -10,6 +10,9 @@ from typing import Any
 MOVE = "move_over_tp"
 """Operation that changes the layout of an array over `tp`."""
 
+ZEROS = "zeros"
+"""Operation that broadcasts a zero."""
+
 SLICE = "slice_over_tp"
 """Operation that takes each rank's part of an array replicated over `tp`."""
 

@@ -10,7 +10,14 @@ import jax
 from jax.extend import core
 
 from fsdp_jax.planner.liveness._control_flow import bodies_of, branch_for_gpus
-from fsdp_jax.planner.liveness._operations import MOVE, SLICE, Operation, Program, Value
+from fsdp_jax.planner.liveness._operations import (
+    MOVE,
+    SLICE,
+    ZEROS,
+    Operation,
+    Program,
+    Value,
+)
 from fsdp_jax.planner.liveness._ragged_products import with_dense_forms
 from fsdp_jax.planner.liveness._slice_pushdown import made_in_parts
 from fsdp_jax.planner.liveness._tp_propagation import (
@@ -225,11 +232,15 @@ def _record(eqn: Any, frame: _Frame) -> None:
         read = read_dims(eqn, dims, made)
     else:
         made, read = bodies.made, bodies.read
-    is_moved = eqn.primitive.name == "sharding_constraint" and made != dims
+    name = eqn.primitive.name
+    if name == "sharding_constraint" and made != dims:
+        name = MOVE
+    elif name == "broadcast_in_dim" and _is_zero(eqn.invars[0]):
+        name = ZEROS
     inputs = tuple(frame.moved(v, dim) for v, dim in zip(eqn.invars, read, strict=True))
     frame.operations.append(
         Operation(
-            MOVE if is_moved else eqn.primitive.name,
+            name,
             inputs,
             tuple(frame.bind(v, d) for v, d in zip(eqn.outvars, made, strict=True)),
             frame.scopes,
@@ -238,6 +249,10 @@ def _record(eqn: Any, frame: _Frame) -> None:
             bodies.carry if bodies else (0, 0),
         )
     )
+
+
+def _is_zero(v: Any) -> bool:
+    return isinstance(v, core.Literal) and v.val == 0
 
 
 def _is_over_tp(eqn: Any) -> bool:
