@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Set
 
@@ -228,8 +229,12 @@ def _inputs(
     is_while = operation.name == "while"
     own = len(operation.inputs) - len(body.inputs) if is_while else 0
     begin, end = (at - own for at in operation.carry)
-    outer = list(zip(body.inputs, operation.inputs[own:], strict=True))
-    outer = [*outer[:begin], *outer[end:]]  # The carry begins as zeros, and changes.
+    given = operation.inputs[own:]
+    # Not the carry, which begins as zeros and changes. A body that runs twice an
+    # iteration has two slices of each array.
+    consts = zip(body.inputs[:begin], given[:begin], strict=True)
+    slices = zip(body.inputs[end:], itertools.cycle(given[end:]), strict=False)
+    outer = itertools.chain(consts, slices)
     made = {inner for inner, read in outer if read in found.generated}
     return {*body.inputs[:begin], *body.inputs[end:]} - made, made
 

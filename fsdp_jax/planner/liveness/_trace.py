@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from fsdp_jax.planner.liveness._control_flow import bodies_of, branch_for_gpus
@@ -252,7 +253,8 @@ def _record(eqn: Any, frame: _Frame) -> None:
 
 
 def _is_zero(v: Any) -> bool:
-    return isinstance(v, core.Literal) and v.val == 0
+    is_number = jnp.issubdtype(v.aval.dtype, jnp.number)
+    return isinstance(v, core.Literal) and is_number and v.val == 0
 
 
 def _is_over_tp(eqn: Any) -> bool:
