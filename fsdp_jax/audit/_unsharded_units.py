@@ -331,7 +331,7 @@ def _stacked(within: Computation, one: Instruction, lives: _Lives) -> Arrays:
     """Returns the weights in a stack that each iteration of a loop writes one into."""
     found: list[Weight] = []
     for name in one.operands:
-        size = size_of(within.by_name[name])
+        size = size_of(within.by_name[name]) or 1
         number, rest = divmod(size_of(one), size)
         if not rest and number > 1:
             own = lives.arrays.get(name, _NONE)

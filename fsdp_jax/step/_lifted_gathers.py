@@ -248,6 +248,13 @@ def units_entered(jaxpr: Any) -> list[str]:
     return list(dict.fromkeys(filter(None, map(unit_of, scopes))))
 
 
+def stacks_run(jaxpr: Any) -> list[str]:
+    """Returns the units of the stacks that a jaxpr runs in loops that gather ahead."""
+    entries = _entries(jaxpr.eqns, ())
+    scopes = [scope for name, scope in entries if name == FSDP_SCAN]
+    return list(dict.fromkeys(filter(None, map(unit_of, scopes))))
+
+
 def _entries(eqns: Iterable[Any], outer: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
     """Yields names and scopes of the functions that gather weights."""
     for eqn in eqns:

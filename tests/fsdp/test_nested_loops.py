@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers.blocks import UNIT, WIDTH, make_list
+from helpers.errors import facts
 from jax import lax
 
 import fsdp_jax as fsdp
@@ -151,3 +152,24 @@ def test_nested_loops_keep_no_layer_unsharded(gpus, form):
     # Per device: the state of all parameters is split.
     compiled = traced.lower().compile().as_text()
     assert not re.findall(r"f32\[\d+,(?:\d+,)?(?:256,512|512,256)\]", compiled)
+
+
+@pytest.mark.parametrize("asked", [{"prefetch": 1}, {"static": [1, 1, 1, 2, 2, 2]}])
+def test_a_scan_that_gathers_ahead_by_itself_in_a_loop_says_what_jax_does(
+    asked, caplog
+):
+    plan, _ = planned("regrouped", WIDTH)
+
+    def loss(params, batch):
+        def layer(w, x, static=1):
+            return x + static * jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        def again(x, _):
+            return fsdp.scan(layer, params["layers"], x, **asked)[0], None
+
+        return (lax.scan(again, batch, length=2)[0] ** 2).mean()
+
+    rows = jnp.ones((16, WIDTH))
+    fsdp.audit.audit_loss(plan, loss, rows)
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert re.search(facts("'layers'", "prefetch=", "static="), said)
