@@ -158,7 +158,7 @@ class _Scans:
         loop = Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
         units = units_entered(eqn.params["jaxpr"].jaxpr)
-        _say_gathered_once(stacks_run(eqn.params["jaxpr"].jaxpr))
+        _say_kept(stacks_run(eqn.params["jaxpr"].jaxpr))
         if not units:
             return [eqn]
         if is_in(eqn.source_info.name_stack, AS_WRITTEN):
@@ -305,7 +305,7 @@ def _say(unit: str, reason: NotLiftedError) -> None:
     )
 
 
-def _say_gathered_once(stacks: Sequence[str]) -> None:
+def _say_kept(stacks: Sequence[str]) -> None:
     """Says of which stacks jax gathers all units before a loop, and keeps them."""
     for unit in stacks:
         logging.getLogger("fsdp_jax").warning(
