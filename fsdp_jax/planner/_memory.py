@@ -230,12 +230,11 @@ def _inputs(
     own = len(operation.inputs) - len(body.inputs) if is_while else 0
     begin, end = (at - own for at in operation.carry)
     given = operation.inputs[own:]
-    # Not the carry, which begins as zeros and changes. A body that runs twice an
-    # iteration has two slices of each array.
+    # A body that runs twice an iteration has two slices of each array.
     consts = zip(body.inputs[:begin], given[:begin], strict=True)
     slices = zip(body.inputs[end:], itertools.cycle(given[end:]), strict=False)
-    outer = itertools.chain(consts, slices)
-    made = {inner for inner, read in outer if read in found.generated}
+    made = {inner for inner, read in consts if read in found.generated}
+    made |= {inner for inner, read in slices if read in found.zero_stacks}
     return {*body.inputs[:begin], *body.inputs[end:]} - made, made
 
 

@@ -335,9 +335,10 @@ def _split_dim(param: ParamPlan, x: Array) -> int:
 def _wrong_rank(shard: Shard) -> str:
     param, ndim = shard.param, shard.value.ndim
     num_dims = param.num_stacked + param.ndim_in_unit - ndim
+    told = f", num_dims={num_dims}" if num_dims > 1 else ""
     advice = (
         f"It is stacked along {num_dims} leading dim(s): plan its unit with "
-        f"units=[fsdp.Stacked(..., num_dims={num_dims})]."
+        f"units=[fsdp.Stacked(...{told})]."
         if ndim < param.ndim_in_unit
         else "Scan over the stack (fsdp.scan, jax.lax.scan, nnx.scan) instead of "
         "entering the unit with all of it."

@@ -94,6 +94,5 @@ def test_a_loss_that_chooses_among_the_arrays_of_shards_is_refused():
         return (batch**2).mean() + chosen.sum()
 
     params = fsdp.init_params(plan, jax.random.key(0))
-    named = facts("layers.0.down", "layers.1.down")
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=facts("layers.0.down", "layers.1.down")):
         fsdp.value_and_grad(plan, loss)(params, ROWS)

@@ -65,7 +65,7 @@ def test_memory_of_activations_is_predicted(name, gpus):
 def test_stacked_zeros_of_a_relu_would_be_half_as_much_again(gpus, monkeypatch):
     plan, state, batch, traced = planned("relu", tuple(gpus))
     known = predict_memory(plan, state, batch, traced.jaxpr)
-    monkeypatch.setattr(_lifetimes, "zero_stacks", lambda *_: set())
+    monkeypatch.setattr(_lifetimes, "stacks_of_zeros", lambda _: set())
     kept = predict_memory(plan, state, batch, traced.jaxpr)
     # One array of the hidden width for each layer.
     stack = LAYERS * ROWS // plan.mesh.size * 2 * WIDTH * 4

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 
 from fsdp_jax.planner.liveness._operations import MOVE, Operation, Program, Value
 from fsdp_jax.planner.liveness._ragged_products import EXPAND
-from fsdp_jax.planner.liveness._zero_stacks import zero_stacks, zeros_of
+from fsdp_jax.planner.liveness._zero_stacks import stacks_of_zeros
 from fsdp_jax.step._batch_sum import SUM_OVER_BATCH
 from fsdp_jax.step._grad_mark import GRADIENT
 
@@ -119,6 +119,7 @@ class Lifetimes:
       gathered: Unsharded weights, and values computed from these alone.
       to_reduce: Gradients that a collective will reduce.
       generated: Values computed without inputs, such as zeros.
+      zero_stacks: Stacks of zeros that loops make, see `stacks_of_zeros`.
     """
 
     made_at: tuple[tuple[Value, ...], ...]
@@ -126,6 +127,7 @@ class Lifetimes:
     gathered: Set[Value]
     to_reduce: Set[Value]
     generated: Set[Value]
+    zero_stacks: Set[Value]
 
 
 def lifetimes(
@@ -144,9 +146,10 @@ def lifetimes(
       is_body: Whether it is the body of a loop, at whose beginning XLA makes the zeros
         that operations within it overwrite.
     """
-    generated = _generated(program, generated)
+    stacks = stacks_of_zeros(program)
+    generated = _generated(program, generated) | stacks
     homes = _homes(program, kept)
-    written = _written(program, homes, generated, kept)
+    written = _written(program, homes, generated, kept, stacks)
     last = _last_reads(program, homes, written)
     made = _made(program, homes, written, generated)
     if is_body:
@@ -168,6 +171,7 @@ def lifetimes(
         _gathered(program, homes),
         _to_reduce(program, homes),
         generated,
+        stacks,
     )
 
 
@@ -181,10 +185,8 @@ def _is_fused(operation: Operation) -> bool:
 
 def _generated(program: Program, given: Set[Value]) -> Set[Value]:
     """Returns values computed elementwise from nothing, or from such values alone."""
-    generated, zeros = set(given), zeros_of(program)
+    generated = set(given)
     for operation in program.operations:
-        if operation.name == "scan":
-            generated |= zero_stacks(operation, zeros)
         if operation.name in (KERNELS | VIEWS) - {MOVE}:
             continue
         if all(value in generated for value in _read(operation)):
@@ -254,7 +256,11 @@ def _at_home(values: Iterable[Value | None], homes: Homes) -> Set[Value]:
 
 
 def _written(
-    program: Program, homes: Homes, generated: Set[Value], kept: Set[Value]
+    program: Program,
+    homes: Homes,
+    generated: Set[Value],
+    kept: Set[Value],
+    stacks: Set[Value],
 ) -> Set[Value]:
     """Returns the values that are in memory as whole arrays at some time."""
     written = set(program.inputs) - (generated - kept)
@@ -277,12 +283,11 @@ def _written(
             continue
         read = list(operation.inputs)
         if operation.name == "scan":
-            # A loop recomputes generated constants in each iteration, and slices of
-            # them.
-            begin, end = operation.carry
-            carry = read[begin:end]
-            read = [v for v in read if v not in generated] + carry
-        made = [v for v in operation.outputs if v not in generated]
+            # A loop recomputes generated constants in each iteration.
+            begin, _ = operation.carry
+            consts = [v for v in read[:begin] if v not in generated]
+            read = consts + [v for v in read[begin:] if v not in stacks]
+        made = [v for v in operation.outputs if v not in stacks]
         written.update(_at_home(read, homes), _at_home(made, homes))
     written.update(_at_home(program.outputs, homes))
     return {value for value in written if value.bytes >= SMALL}

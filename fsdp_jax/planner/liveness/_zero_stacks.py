@@ -23,22 +23,24 @@ _KEPT = {
 """Primitives that make zeros of zeros."""
 
 
-def zero_stacks(loop: Operation, zeros: Set[Value]) -> Set[Value]:
-    """Returns the results of a scan that are stacks of zeros alone.
+def stacks_of_zeros(program: Program) -> Set[Value]:
+    """Returns the stacks of zeros that the scans of a program make."""
+    zeros = _zeros(program)
+    scans = (one for one in program.operations if one.name == "scan")
+    return set().union(*(_made_by(loop, zeros) for loop in scans))
 
-    Args:
-      loop: Scan.
-      zeros: Values around it that are zeros.
-    """
+
+def _made_by(loop: Operation, zeros: Set[Value]) -> Set[Value]:
+    """Returns the results of a scan that are stacks of zeros, given those around it."""
     (body,), (begin, end) = loop.bodies, loop.carry
     consts = zip(body.inputs[:begin], loop.inputs[:begin], strict=True)
-    inside = zeros_of(body, {inner for inner, read in consts if read in zeros})
+    inside = _zeros(body, {inner for inner, read in consts if read in zeros})
     num_carry = end - begin
     pairs = zip(loop.outputs[num_carry:], body.outputs[num_carry:], strict=True)
     return {made for made, result in pairs if result in inside}
 
 
-def zeros_of(program: Program, given: Set[Value] = frozenset()) -> Set[Value]:
+def _zeros(program: Program, given: Set[Value] = frozenset()) -> Set[Value]:
     """Returns the values of a program that are zeros, `given` its inputs that are."""
     zeros = set(given)
     for operation in program.operations:
@@ -46,5 +48,5 @@ def zeros_of(program: Program, given: Set[Value] = frozenset()) -> Set[Value]:
         if operation.name == ZEROS or is_kept:
             zeros.update(operation.outputs)
         elif operation.name == "scan":
-            zeros |= zero_stacks(operation, zeros)
+            zeros |= _made_by(operation, zeros)
     return zeros
