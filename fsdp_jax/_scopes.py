@@ -99,24 +99,12 @@ FSDP_STACK = "fsdp_stack"
 GATHERS = (FSDP_GATHER, FSDP_UNSHARD, FSDP_SCAN)
 """Custom-derivative functions from shards to weights or results."""
 
-_AHEAD = re.compile(r"\bahead:(\d+)\b")
 _UNIT = "unit:"
 # A transform puts a scope in parentheses: `transpose(jvp(unit:layers))`. XLA joins the
 # scopes of instructions that it merges with a colon or a semicolon.
 _UNITS = re.compile(re.escape(_UNIT) + r"([^/():;]+)")
 _OPT_STATE = re.compile(r"\bopt_state\b")
 _TURNS = re.compile(r"turns_(\d+)_(\d+)/cond$")
-
-
-def ahead_scope(prefetch: int) -> Any:
-    """Returns a named scope for a loop that is to gather so many units ahead."""
-    return jax.named_scope(f"ahead:{prefetch}")
-
-
-def ahead_in(scopes: Any) -> int | None:
-    """Returns how many units a loop is to gather ahead; None if it was not told."""
-    found = _AHEAD.search(str(scopes))
-    return int(found[1]) if found else None
 
 
 def unit_scope(unit: str) -> Any:

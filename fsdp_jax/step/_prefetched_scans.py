@@ -17,7 +17,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend import core
 
-from fsdp_jax._scopes import AS_WRITTEN, ahead_in, is_in
+from fsdp_jax._scopes import AS_WRITTEN, is_in
 from fsdp_jax.step._flat_trace import CALLS, called, calling, operand
 from fsdp_jax.step._gathered_once import gathered_once
 from fsdp_jax.step._held_gathers import hold_gathers
@@ -174,9 +174,7 @@ class _Scans:
                 loop = Loop.of(eqn)
                 if gathers_ahead(eqn.params["jaxpr"].jaxpr):
                     return [self._of_stacks(eqn)]
-                asked = ahead_in(eqn.source_info.name_stack)
-                ahead = self._prefetch if asked is None else asked
-                run = stack_loop(loop, self._shards, leaves, ahead, place)
+                run = stack_loop(loop, self._shards, leaves, self._prefetch, place)
             else:
                 consts, _, _ = loop.split(eqn.invars)
                 eqn = self._with_body(eqn, consts, known, _IN_LOOP)
@@ -311,9 +309,9 @@ def _say_kept(stacks: Sequence[str]) -> None:
     """Says of which stacks jax gathers all units before a loop, and keeps them."""
     for unit in stacks:
         logging.getLogger("fsdp_jax").warning(
-            "fsdp.scan(static=...) over unit '%s' runs within a loop: jax gathers all "
-            "its layers once for all iterations of the loop, and they stay unsharded "
-            "while it runs. Call fsdp.scan for each run of equal values instead.",
+            "fsdp.scan(prefetch=...) or scan(static=...) over unit '%s' runs within a "
+            "loop: jax gathers all its layers once for all iterations of the loop, and "
+            "they stay unsharded while it runs. Leave these arguments out.",
             unit,
         )
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import jax
 
-from fsdp_jax._scopes import AS_WRITTEN, ahead_scope, unit_scope
+from fsdp_jax._scopes import AS_WRITTEN, unit_scope
 from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.sharding._attributes import closed_over_tracers
@@ -191,11 +191,7 @@ def _scan(
         given = (carry, (others, xs), consts)
         carry, (ys, written) = _prefetched(compute, own, *given, ahead, unroll, runs)
     else:
-        as_asked = nullcontext()
-        if prefetch is not None:
-            as_asked = (
-                ahead_scope(prefetch) if prefetch else jax.named_scope(AS_WRITTEN)
-            )
+        as_asked = jax.named_scope(AS_WRITTEN) if prefetch == 0 else nullcontext()
         with as_asked:
             carry, (ys, written) = _looped(
                 stateful, stacked, carry, xs, consts, unroll, runs
@@ -279,18 +275,15 @@ def _ahead(
 ) -> int:
     """Returns how many units this scan gathers ahead itself.
 
-    `prefetch_scans` finds the loop and replaces it, unless the plan gathers none ahead.
+    Unless a call asks for a number, `prefetch_scans` finds the loop and replaces it.
     Stages of a pipeline run their layers where that does not see them, and several
     loops over one stack are none that it replaces.
     """
     if prefetch is not None:
         _check_prefetch(own, rest, prefetch)
-    if not own or _problem(own, rest):
-        return 0
-    param = own[0].param
-    is_seen = param.unit_policy.prefetch and not (param.is_staged or runs)
-    ahead = param.unit_policy.prefetch if prefetch is None else prefetch
-    return 0 if is_seen else ahead
+        return prefetch if own else 0
+    is_own = own and (own[0].param.is_staged or runs) and not _problem(own, rest)
+    return own[0].param.unit_policy.prefetch if is_own else 0
 
 
 def _check_prefetch(own: list[Shard], rest: PyTree, prefetch: int) -> None:

@@ -154,7 +154,10 @@ def test_nested_loops_keep_no_layer_unsharded(gpus, form):
     assert not re.findall(r"f32\[\d+,(?:\d+,)?(?:256,512|512,256)\]", compiled)
 
 
-def test_a_scan_of_several_values_of_static_in_a_loop_says_what_jax_does(caplog):
+@pytest.mark.parametrize("asked", [{"prefetch": 1}, {"static": [1, 1, 1, 2, 2, 2]}])
+def test_a_scan_that_gathers_ahead_by_itself_in_a_loop_says_what_jax_does(
+    asked, caplog
+):
     plan, _ = planned("regrouped", WIDTH)
 
     def loss(params, batch):
@@ -162,12 +165,11 @@ def test_a_scan_of_several_values_of_static_in_a_loop_says_what_jax_does(caplog)
             return x + static * jnp.tanh(x @ w["up"]) @ w["down"], None
 
         def again(x, _):
-            static = [1, 1, 1, 2, 2, 2]
-            return fsdp.scan(layer, params["layers"], x, static=static)[0], None
+            return fsdp.scan(layer, params["layers"], x, **asked)[0], None
 
         return (lax.scan(again, batch, length=2)[0] ** 2).mean()
 
     rows = jnp.ones((16, WIDTH))
     fsdp.audit.audit_loss(plan, loss, rows)
     (said,) = {record.getMessage() for record in caplog.records}
-    assert re.search(facts("'layers'", "static="), said)
+    assert re.search(facts("'layers'", "prefetch=", "static="), said)
