@@ -243,17 +243,7 @@ def _backward(stack: Stack, residuals, cotangents):
         after = _BackwardCarry(carry, window, pending, reduced, grad_buffers, d_consts)
         return after, d_slices
 
-    # `shard.grad_buffer` is zeros of the shape of the reduced gradients of all units.
-    zeros = [shard.grad_buffer for shard in shards]
-    start = _BackwardCarry(
-        carry,
-        window,
-        pending=jax.tree.map(jnp.zeros_like, with_gradients(window[0])),
-        reduced=unit_at(zeros, 0),
-        grad_buffers=zeros,
-        d_consts=jax.tree.map(jnp.zeros_like, consts),
-    )
-    end, made = start, []
+    end, made = _first_carry(shards, carry, window, consts), []
     for run, of_run in zip(reversed(stack.runs), reversed(saved), strict=True):
         i, y, *rest = part_of((jnp.arange(last + 1), ys, slices, other_slices), run)
         end, d_slices = lax.scan(
@@ -268,6 +258,20 @@ def _backward(stack: Stack, residuals, cotangents):
     pairs = zip(shards, _all_written(stack, shards, end), strict=True)
     d_shards = [_cotangent(shard, grad_buffer) for shard, grad_buffer in pairs]
     return d_shards, (end.carry, d_slices, end.d_consts), None
+
+
+def _first_carry(shards, carry, window, consts) -> _BackwardCarry:
+    """Returns the carry that backward begins with."""
+    # `shard.grad_buffer` is zeros of the shape of the reduced gradients of all units.
+    zeros = [shard.grad_buffer for shard in shards]
+    return _BackwardCarry(
+        carry,
+        window,
+        pending=jax.tree.map(jnp.zeros_like, with_gradients(window[0])),
+        reduced=unit_at(zeros, 0),
+        grad_buffers=zeros,
+        d_consts=jax.tree.map(jnp.zeros_like, consts),
+    )
 
 
 def _all_written(stack: Stack, shards, end: _BackwardCarry) -> Leaves:

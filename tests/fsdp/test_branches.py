@@ -31,10 +31,8 @@ def make_kinds(key):
 
 
 def one_of_two(params, x):
-    first, second = (functools.partial(UNIT, w) for w in params["layers"][:2])
-    return lax.scan(lambda x, i: (lax.cond(i == 0, first, second, x), None), x, KINDS)[
-        0
-    ]
+    runs = [functools.partial(UNIT, w) for w in params["layers"][:2]]
+    return lax.scan(lambda x, i: (lax.cond(i == 0, *runs, x), None), x, KINDS)[0]
 
 
 def one_of_all(params, x):

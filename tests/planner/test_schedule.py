@@ -164,6 +164,7 @@ def test_the_times_of_units_are_those_of_the_step():
 
 def test_a_fusion_that_runs_beside_others_takes_the_time_of_its_bytes():
     def program(*lines):
+        listed = "\n  ".join(lines)
         return parse(
             f"""HloModule step, is_scheduled=true
 
@@ -174,9 +175,9 @@ def test_a_fusion_that_runs_beside_others_takes_the_time_of_its_bytes():
 
 ENTRY %main (x: f32[1024]) -> f32[1024] {{
   %x = f32[1024] parameter(0)
-  {"; ".join(lines)}
+  {listed}
 }}
-""".replace("; ", "\n  ")
+"""
         )
 
     how = "kind=kLoop, calls=%double"
