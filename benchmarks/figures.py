@@ -103,6 +103,7 @@ FIGURES = (
             "deepseek-v3-by-node-float8-gather",
         )
     ),
+    Figure("gpu_check_predicted", ("gpu_check.py --predict --out OUT",)),
     Figure("experts", ("experts.py --layers 16 --out OUT",)),
     Figure(
         "foreign",

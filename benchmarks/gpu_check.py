@@ -41,7 +41,7 @@ PARTS = (
     *("1b", "fsdp2_1b", "attention", "jit_1b", "1b_float8", "1b_recompute"),
     *("fsdp2_1b_recompute", "3b", "fsdp2_3b", "experts", "checkpoint"),
     *("1b_experts", "commands", "1b_offload", "watchdog", "3b_float8", "1b_stream"),
-    *("1b_all", "fsdp2_1b_eager", "1b_dots"),
+    *("1b_all", "fsdp2_1b_eager"),
 )
 """Parts in order of importance."""
 LONGEST = 150
@@ -196,6 +196,7 @@ def measure_parts(args):
     if args.out:
         found = result.resumed(args, found)
     parts = args.only or [part for part in PARTS if part not in found["parts"]]
+    result.write(args, conditions, found, show=False)
     with tempfile.TemporaryDirectory() as folder:
         for part, of_part in measured(parts, args, folder):
             found["parts"][part] = of_part

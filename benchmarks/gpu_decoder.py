@@ -1,4 +1,4 @@
-"""Training steps of Llama on one GPU: seconds, memory, losses, and what was predicted."""
+"""Training steps of Llama on one GPU: seconds, memory, losses, predictions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flax import nnx
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, MoEConfig, RopeConfig
-from bridge.models._fused_attention import RESIDUALS
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import fused_next_token_loss, next_token_loss
 from fsdp_jax.cli._precision import OffloadTo, Precision, Products
+from fsdp_jax.cli._sharding_options import Remat, Strategy
 from fsdp_jax.planner import GPU, GPUS
 from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.training._memory_check import compiled_bytes, memory_alarms
@@ -68,20 +68,6 @@ STEPS, WARM_STEPS = 12, 3
 """Steps that are timed, and those before them."""
 
 
-_POLICIES = jax.checkpoint_policies
-SAVED = {
-    "all": None,
-    # The forward kernel of attention is no product, and as slow as some.
-    "products": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable,
-        _POLICIES.save_only_these_names(RESIDUALS),
-    ),
-    "dots": _POLICIES.dots_with_no_batch_dims_saveable,
-    "nothing": _POLICIES.nothing_saveable,
-}
-"""Policies by what they save of a layer."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A training step of a decoder, in bfloat16 with AdamW.
@@ -90,7 +76,7 @@ class Case:
       config: Sizes of the decoder.
       rows: Rows of a batch.
       seq: Tokens that a row predicts.
-      remat: Activations of a layer saved for backward: a key of `SAVED`.
+      remat: Activations of a layer saved for backward, as of `fsdp-jax train`.
       fused: Whether logits are computed by chunks, as `fsdp-jax train` does.
       products: Format of the operands of projections.
       offload: State that is stored on the host.
@@ -99,7 +85,7 @@ class Case:
     config: DecoderConfig = LLAMA_1B
     rows: int = 4
     seq: int = 4096
-    remat: str = "products"
+    remat: Remat = "dots"
     fused: bool = True
     products: Products = "param_dtype"
     offload: OffloadTo | None = None
@@ -127,9 +113,10 @@ class Case:
         policy = fsdp.MixedPrecisionPolicy(
             param_dtype=jnp.bfloat16, grad_comm_dtype=jnp.bfloat16
         )
-        config = fsdp.FSDPConfig(mp_policy=policy, remat_policy=SAVED[self.remat])
+        config = fsdp.FSDPConfig(mp_policy=policy)
         config = Precision("bfloat16").sharding(config, offload=self.offload)
         mesh = fsdp.make_mesh(devices=jax.devices()[:1])
+        config = Strategy(remat=self.remat).applied(config, mesh)
         return plan_decoder(self.config, mesh, config, products=self.products)
 
     def batch(self) -> np.ndarray:
@@ -142,7 +129,6 @@ class Case:
 CASES = {
     "1b": Case(),
     "1b_all": Case(remat="all"),
-    "1b_dots": Case(remat="dots"),
     "1b_recompute": Case(remat="nothing"),
     "1b_float8": Case(products="float8"),
     "1b_experts": Case(EXPERTS_1B),

@@ -260,20 +260,47 @@ def test_a_node_hides_what_it_sends_when_compiled_anew(tmp_path):
     assert max(row["floor_ms"] / row["step_ms"] for row in (annotations, ours)) <= 1
 
 
+REHEARSED = (
+    *("1b", "fsdp2_1b", "jit_1b", "attention", "experts", "checkpoint"),
+    *("1b_experts", "1b_offload", "watchdog"),
+)
+
+
 @pytest.mark.torch
 def test_the_check_of_a_gpu_runs_through_in_rehearsal(tmp_path):
-    out = str(tmp_path / "check.json")
-    words = ("--rehearse", "--out", out)
+    words = ("--rehearse", "--out", str(tmp_path / "check.json"))
+    words += ("--only", *REHEARSED)
     found = run_benchmark("gpu_check.py", *words, **compiling.ENVIRONMENT)
-    assert found["fsdp_jax"]["last_loss"] < found["fsdp_jax"]["first_loss"]
-    assert found["fsdp_jax"]["tokens_per_s"] > 0
-    assert found["fsdp2"]["median_step_s"] > 0
-    for name in ("offload", "float8_gather", "mxfp8_gather"):
-        assert found["variants"][name]["median_step_s"] > 0
-    assert found["experts"]["worst_difference"] < 0.01
+    parts = found["parts"]
+    assert [*parts] == [*REHEARSED]
+    assert not [name for name, part in parts.items() if "not_run" in part]
+    for name in ("1b", "jit_1b", "1b_experts", "1b_offload"):
+        losses = parts[name]["losses"]
+        assert losses[-1] < losses[0], name
+        assert parts[name]["tokens_per_s"] > 0
+    assert parts["fsdp2_1b"]["median_step_s"] > 0
+    assert {"faster_than_fsdp2", "faster_than_jit"} == found["compared"].keys()
+    for case in parts["attention"].values():
+        if isinstance(case, dict):
+            assert max(case["errors"]) < 0.01
+    assert parts["experts"]["grouped_matmul"]["worst_difference"] < 0.01
+    assert parts["checkpoint"]["leaves_that_differ"] == 0
+    assert parts["checkpoint"]["leaves_that_differ_a_step_later"] == 0
     # CPUs have no watchdog: the program ends by itself.
-    assert found["watchdog"]["status"] == 0
-    assert not found["watchdog"]["ended_by_watchdog"]
+    assert parts["watchdog"]["status"] == 0
+    assert not parts["watchdog"]["ended_by_watchdog"]
+
+
+def test_a_part_of_the_check_of_a_gpu_that_fails_says_why(tmp_path):
+    out = ("--out", str(tmp_path / "check.json"))
+    words = ("--force", "--only", "experts", "checkpoint", *out)
+    found = run_benchmark("gpu_check.py", *words, **compiling.ENVIRONMENT)
+    for part in found["parts"].values():
+        assert part["status"] == 1
+        assert "jax sees none" in part["not_run"][-1]
+    words = ("--force", "--only", "experts", "--minutes", "0", *out)
+    again = run_benchmark("gpu_check.py", *words, **compiling.ENVIRONMENT)
+    assert again["parts"] == found["parts"]  # No time for another part.
 
 
 SOURCE = '''

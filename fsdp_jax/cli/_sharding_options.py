@@ -18,10 +18,14 @@ from fsdp_jax.sharding._pipeline_config import ScheduleName
 
 Remat = Literal["all", "dots", "attention", "offload", "nothing"]
 
+_ATTENTION = jax.checkpoint_policies.save_only_these_names("context_attention")
 _SAVED = {
     "all": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names("context_attention"),
+    # The kernel of attention is no product for jax, and slower than one over long rows.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
+    ),
+    "attention": _ATTENTION,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(),
         names_which_can_be_offloaded=("layer_input",),
@@ -48,9 +52,9 @@ class Strategy:
         too.
       outer: State that dp_outer splits: 0 none (HSDP), 1 the optimizer's (HFSDP).
         Default 0.
-      remat: Activations of a layer saved for backward: all, dots, the outputs of
-        attention over cp (attention), nothing but the layer's input, or that in host
-        memory (offload).
+      remat: Activations of a layer saved for backward: all, results of products with
+        weights and of fused attention (dots), the outputs of attention over cp
+        (attention), nothing but the layer's input, or that in host memory (offload).
       reshard: Frees the gathered weights of a layer after forward, and gathers them
         again for backward. Without it they are kept, as all activations must be.
       prefetch: Layers gathered ahead of the one that computes.

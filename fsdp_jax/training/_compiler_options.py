@@ -33,11 +33,15 @@ _TIME_OUT: Options = {
     "xla_gpu_execution_terminate_timeout": "1800s",
 }
 
+# XLA of 0.11 writes a product that is saved for backward into its stack, and computes
+# it a second time for those who read it at once.
+_ONE_PRODUCT: Options = {"xla_gpu_enable_dynamic_slice_fusion": False}
+
 # Keyed by jaxlib (major, minor), ascending. XLA renames and drops options without
-# notice, so each version is checked, though these three accept the same options.
+# notice, so each version is checked.
 _BY_VERSION: dict[tuple[int, ...], Options] = {
     (0, 10): _OVERLAP | _TIME_OUT,
-    (0, 11): _OVERLAP | _TIME_OUT,
+    (0, 11): _OVERLAP | _TIME_OUT | _ONE_PRODUCT,
     (0, 12): _OVERLAP | _TIME_OUT,
 }
 

@@ -64,6 +64,15 @@ class Mesh:
         return np.array([SimpleNamespace(platform=self.platform)])
 
 
+def test_jax_0_11_computes_a_product_once_that_is_saved_for_backward():
+    # Its name is known to the XLA of either lane, where it is off anyway.
+    name = "xla_gpu_enable_dynamic_slice_fusion"
+    assert fsdp.training.compiler_options("0.11.2")[name] is False
+    assert name not in fsdp.training.compiler_options("0.10.2")
+    assert name not in fsdp.training.compiler_options("0.12.0")
+    jax.jit(lambda x: x, compiler_options={name: False}).lower(1.0).compile()
+
+
 @pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
 def test_this_xla_knows_every_option(axis):
     # The names are the same on every backend, so that CPUs check those of GPUs.

@@ -1,4 +1,4 @@
-"""`--remat offload` keeps what a layer reads in host memory, on the GPU's program."""
+"""`--remat` keeps what it says on the GPU, or on its host, in the GPU's program."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fsdp_jax.cli._decoder_loss import loss_of
 from fsdp_jax.cli._sharding_options import Remat, Strategy
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.planner._schedule import kernels_of
 
 pytestmark = pytest.mark.plan
 LAYERS, ROWS, SEQ, WIDTH = 6, 8, 512, 64
@@ -50,3 +51,14 @@ def test_the_inputs_of_all_layers_are_on_the_host_and_not_on_the_gpu():
     assert saved[0] - saved[1] >= inputs * (LAYERS - 2) / LAYERS
     # The prediction knows it too.
     assert found["nothing"].memory.total - found["offload"].memory.total >= inputs / 2
+
+
+def test_dots_are_saved_with_the_outputs_of_fused_attention():
+    kinds = {
+        remat: [kernel.kind for kernel in kernels_of(estimate(remat).schedule)]
+        for remat in ("nothing", "dots")
+    }
+    # Once in the loop of forward, and once more in that of backward.
+    assert kinds["nothing"].count("attention") == 2
+    assert kinds["dots"].count("attention") == 1
+    assert kinds["dots"].count("matmul") < kinds["nothing"].count("matmul")
