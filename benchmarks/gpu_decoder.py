@@ -19,7 +19,8 @@ from bridge.models import Decoder, DecoderConfig, MoEConfig, RopeConfig
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import fused_next_token_loss, next_token_loss
 from fsdp_jax.cli._precision import OffloadTo, Precision, Products
-from fsdp_jax.cli._sharding_options import Remat, Strategy
+from fsdp_jax.cli._remat import Remat
+from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.planner import GPU, GPUS
 from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.training._memory_check import compiled_bytes, memory_alarms

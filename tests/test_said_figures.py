@@ -561,3 +561,13 @@ def test_training_with_products_in_float8_comes_to_what_is_said():
         f"{large['params'] / 1e6:.1f} million parameters",
     ):
         assert sentence in said("docs/pages/how-to/low-precision.md")
+
+
+def test_what_is_said_of_saving_products_alone_is_what_was_predicted():
+    parts = read("gpu_check_predicted")["parts"]
+    few, all_, none = (parts[name] for name in ("1b", "1b_all", "1b_recompute"))
+    steps = [part["step_s"] * 1e3 for part in (few, all_)]
+    assert "{:.0f} in place of {:.0f} ms".format(*steps) in said(TUNE)
+    sizes = [part["compiled_bytes"] / 1e9 for part in (few, all_, none)]
+    assert "{:.1f} in place of {:.1f} GB".format(*sizes) in said(TUNE)
+    assert f"{none['step_s'] * 1e3:.0f} ms with nothing saved" in said(TUNE)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from bridge.models._config import DecoderConfig
@@ -22,6 +23,8 @@ from bridge.models._router_stats import RouterStats, router_stats
 
 Rows = Float[Array, "rows embed"]
 Sizes = Int[Array, " experts"] | np.ndarray
+EXPERT_PRODUCT = "expert_product"
+"""`checkpoint_name` of the products of rows and their experts' matrices."""
 RunExperts = Callable[[Rows, Sizes], Rows]
 
 
@@ -213,14 +216,16 @@ def _product(
     block to sum the partial products.
     """
     if is_split() and multiply is grouped_matmul:
-        return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
+        made = jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
+        return checkpoint_name(made, EXPERT_PRODUCT)
     if is_split():
         raise ValueError(
             f"Experts of width {kernel.shape[-1]} that XLA splits over tp, in a "
             "pipeline stage or unevenly, have no product in float8. Leave "
             "expert_product=grouped_matmul, or use tp=1."
         )
-    return multiply(x, kernel, group_sizes, expected_rows=expected_rows)
+    made = multiply(x, kernel, group_sizes, expected_rows=expected_rows)
+    return checkpoint_name(made, EXPERT_PRODUCT)
 
 
 def _owners(x: Rows, group_sizes: Sizes) -> Int[Array, " rows"]:

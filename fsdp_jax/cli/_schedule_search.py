@@ -84,6 +84,7 @@ def settings_of(strategy: Strategy, options: Options) -> dict[str, Any]:
       strategy: Strategy that was asked for.
       options: XLA options of the step.
     """
+    strategy = dataclasses.replace(strategy, remat=strategy.saved)
     names = [knob.name for knob in KNOBS if knob.name not in _UNMEASURED]
     of_steps = {
         name: options[name] if name.startswith(_OF_XLA) else getattr(strategy, name)

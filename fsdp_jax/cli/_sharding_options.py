@@ -5,35 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
 
-import jax
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
 from bridge.models import WantedKernel
 from fsdp_jax.cli._context_parallel import CPForm
 from fsdp_jax.cli._options import Unset
+from fsdp_jax.cli._remat import REMAT_POLICIES, Remat
 from fsdp_jax.sharding._pipeline_config import ScheduleName
 
-Remat = Literal["all", "dots", "attention", "offload", "nothing"]
-
-_ATTENTION = jax.checkpoint_policies.save_only_these_names("context_attention")
-_SAVED = {
-    "all": None,
-    # The kernel of attention is no product for jax, and slower than one over long rows.
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
-    ),
-    "attention": _ATTENTION,
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(),
-        names_which_can_be_offloaded=("layer_input",),
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-    "nothing": jax.checkpoint_policies.nothing_saveable,
-}
 # Options that do nothing unless an axis of the mesh is larger than 1.
 _NEEDS_AXIS = {
     "outer": "dp_outer",
@@ -53,8 +34,9 @@ class Strategy:
       outer: State that dp_outer splits: 0 none (HSDP), 1 the optimizer's (HFSDP).
         Default 0.
       remat: Activations of a layer saved for backward: all, results of products with
-        weights and of fused attention (dots), the outputs of attention over cp
-        (attention), nothing but the layer's input, or that in host memory (offload).
+        weights, of fused attention and of what ranks send to each other (dots), the
+        outputs of attention over cp (attention), nothing but the layer's input, or that
+        in host memory (offload). Default dots; all where weights stay gathered.
       reshard: Frees the gathered weights of a layer after forward, and gathers them
         again for backward. Without it they are kept, as all activations must be.
       prefetch: Layers gathered ahead of the one that computes.
@@ -72,7 +54,7 @@ class Strategy:
 
     zero: int = 3
     outer: Unset[int] = None
-    remat: Remat = "all"
+    remat: Unset[Remat] = None
     reshard: bool = True
     prefetch: int = 1
     unroll: int = 1
@@ -81,6 +63,11 @@ class Strategy:
     batch_parts: int = 1
     schedule: Unset[ScheduleName] = None
     virtual_stages: Unset[int] = None
+
+    @property
+    def saved(self) -> Remat:
+        """Activations of a layer that are saved for backward."""
+        return self.remat or ("dots" if self.reshard else "all")
 
     @property
     def cp_algorithm(self) -> CPForm:
@@ -138,7 +125,7 @@ class Strategy:
             config,
             zero_dp_strategy=self.zero,
             outer_dp_sharding_strategy=self.outer or 0,
-            remat_policy=_SAVED[self.remat],
+            remat_policy=REMAT_POLICIES[self.saved],
             reshard_after_forward=self.reshard,
             pipeline=fsdp.PipelineConfig(
                 self.schedule or "1f1b", self.virtual_stages or 1

@@ -11,7 +11,8 @@ import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import loss_of
-from fsdp_jax.cli._sharding_options import Remat, Strategy
+from fsdp_jax.cli._remat import Remat
+from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._schedule import kernels_of

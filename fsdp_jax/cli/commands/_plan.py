@@ -135,7 +135,7 @@ class Plan:
     sweep: bool = False
     search: bool = False
     search_minutes: float = 4.0
-    strategy: Annotated[Strategy, Group] = Strategy(remat="nothing", unroll=2)
+    strategy: Annotated[Strategy, Group] = Strategy()
     speeds: Annotated[Speeds, Group] = Speeds()
 
     def run(self) -> None:

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fsdp_jax.ops.moe._packed_rows import pack, unpack
 from fsdp_jax.ops.moe._routes import Route, Rows, Tokens
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+RECEIVED = "received_tokens"
+"""`checkpoint_name` of the tokens that came from other ranks."""
+
+
+def receive(
+    route: Route, x: Tokens, dispatch_dtype: jnp.dtype | None, ranks: int
+) -> Rows:
+    """Sends tokens as `send` does, and names what came from other ranks.
+
+    A `remat_policy` that saves it by that name does not send it again in backward.
+
+    Args:
+      route: Route of the tokens.
+      x: Tokens.
+      dispatch_dtype: As of `send`.
+      ranks: Ranks that share the experts.
+    """
+    rows = send(route, x, dispatch_dtype)
+    return rows if ranks == 1 else checkpoint_name(rows, RECEIVED)
 
 
 def send(route: Route, x: Tokens, dispatch_dtype: jnp.dtype | None) -> Rows:

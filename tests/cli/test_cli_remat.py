@@ -1,0 +1,64 @@
+"""`--remat` says what layers save, and saves no more where it can compute it again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from helpers.operations import counts_of
+
+import fsdp_jax as fsdp
+from bridge.models import DecoderConfig, MoEConfig
+from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._decoder_loss import fused_next_token_loss
+from fsdp_jax.cli._remat import Remat
+from fsdp_jax.cli._sharding_options import Strategy
+from fsdp_jax.cli.commands._plan import Plan
+from fsdp_jax.cli.commands._train import Train
+
+CONFIG = DecoderConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    moe=MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=16),
+)
+
+
+def step_of(remat: Remat):
+    """The trace of a step with experts over four ranks."""
+    mesh = fsdp.make_mesh(ep=4)
+    config = Strategy(remat=remat).applied(fsdp.FSDPConfig(), mesh)
+    plan, tx = plan_decoder(CONFIG, mesh, config), optax.sgd(0.1)
+    step = fsdp.make_train_step(plan, fused_next_token_loss, tx)
+    batch = jax.ShapeDtypeStruct((8, 17), jnp.int32)
+    return step.jitted.trace(fsdp.abstract_state(plan, tx), batch).jaxpr.jaxpr
+
+
+def test_tokens_that_were_sent_and_products_of_experts_are_saved_with_dots():
+    def counted(remat, primitive):
+        return sum(counts_of(step_of(remat), primitive))
+
+    for primitive in ("all_to_all", "ragged_dot_general"):
+        counts = {r: counted(r, primitive) for r in ("all", "dots", "nothing")}
+        assert counts["dots"] == counts["all"] < counts["nothing"], primitive
+
+
+def test_dots_are_the_default_unless_weights_stay_gathered():
+    assert Strategy().saved == "dots"
+    assert Strategy(reshard=False).saved == "all"
+    assert Strategy(remat="nothing").saved == "nothing"
+    config = Strategy(reshard=False).applied(fsdp.FSDPConfig(), fsdp.make_mesh())
+    assert config.remat_policy is None
+
+
+def test_a_plan_is_of_the_step_that_is_trained():
+    ((planned,), (trained,)) = (
+        [field.default for field in dataclasses.fields(of) if field.name == "strategy"]
+        for of in (Plan, Train)
+    )
+    assert planned == trained
