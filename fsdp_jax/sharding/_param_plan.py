@@ -43,11 +43,14 @@ class UnitPolicy:
       remat_policy: `jax.checkpoint` policy of the unit; None saves what needs no
         gather.
       prefetch: Number of units that `fsdp_jax.scan` gathers ahead of this one.
+      is_nested: Whether a loop of the loss runs a `fsdp_jax.scan` over it that gathers
+        ahead by itself. The trace of a loss tells, not the plan.
     """
 
     reshard: bool
     remat_policy: Callable[..., bool] | None = None
     prefetch: int = 0
+    is_nested: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -248,11 +248,19 @@ def units_entered(jaxpr: Any) -> list[str]:
     return list(dict.fromkeys(filter(None, map(unit_of, scopes))))
 
 
-def stacks_run(jaxpr: Any) -> list[str]:
-    """Returns the units of the stacks that a jaxpr runs in loops that gather ahead."""
-    entries = _entries(jaxpr.eqns, ())
-    scopes = [scope for name, scope in entries if name == FSDP_SCAN]
-    return list(dict.fromkeys(filter(None, map(unit_of, scopes))))
+def nested_stacks(jaxpr: Any) -> set[str]:
+    """Returns the units of stacks that loops run in loops that gather ahead."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        is_loop = eqn.primitive.name == "scan"
+        for inner in _programs(eqn):
+            found |= _stacks_run(inner) if is_loop else nested_stacks(inner)
+    return found
+
+
+def _stacks_run(jaxpr: Any) -> set[str]:
+    scopes = [scope for name, scope in _entries(jaxpr.eqns, ()) if name == FSDP_SCAN]
+    return {unit for unit in map(unit_of, scopes) if unit}
 
 
 def _entries(eqns: Iterable[Any], outer: tuple[Any, ...]) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use
 from fsdp_jax.sharding._plan import ROOT, Plan
 from fsdp_jax.step._collectives import gather_weight
 from fsdp_jax.step._constraints import without_foreign_constraints
+from fsdp_jax.step._lifted_gathers import nested_stacks
 from fsdp_jax.step._linen_units import gather_at_units, without_constraints
 from fsdp_jax.step._loss_check import check_gradients, check_loss
 from fsdp_jax.step._model_state import (
@@ -180,6 +181,9 @@ def trace_loss(
       ValueError: See `check_loss`.
     """
     closed, out_tree = _traced(loss, shards, *args)
+    if nested := nested_stacks(closed.jaxpr):
+        shards = [_in_loop(s) if s.param.unit in nested else s for s in shards]
+        closed, out_tree = _traced(loss, shards, *args)
     gathers = check_loss(closed.jaxpr, shards, args, axes)
     if prefetch:
         closed = prefetch_scans(closed, shards, prefetch)
@@ -187,6 +191,13 @@ def trace_loss(
         # What is to be differentiated is ordered with its backward, see below.
         closed = order_units(closed, len(jax.tree.leaves(shards)), prefetch)
     return _function(closed, out_tree), gathers
+
+
+def _in_loop(shard: Shard) -> Shard:
+    """Returns a shard of a stack that a loop of the loss runs several times."""
+    policy = dataclasses.replace(shard.param.unit_policy, is_nested=True)
+    param = dataclasses.replace(shard.param, unit_policy=policy)
+    return dataclasses.replace(shard, param=param)
 
 
 def trace_and_split(

@@ -74,7 +74,12 @@ def prefetching_scan(
       The last carry, and the `y`s stacked on a new leading dim.
     """
     given = (carry, slices, consts)
-    stack = Stack.of(compute, shards, given, prefetch, unroll, runs)
+    is_nested = shards[0].param.unit_policy.is_nested
+    stack = dataclasses.replace(
+        Stack.of(compute, shards, given, prefetch, unroll, runs),
+        is_nested=is_nested,
+        keeps_window=not is_nested,
+    )
     return run_stack(stack, shards, given)
 
 

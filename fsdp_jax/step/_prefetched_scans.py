@@ -27,7 +27,6 @@ from fsdp_jax.step._lifted_gathers import (
     gathers_in_loops,
     num_entries,
     renamed_call,
-    stacks_run,
     substituted,
     units_entered,
 )
@@ -158,7 +157,6 @@ class _Scans:
         loop = Loop.of(eqn)
         leaves = [_known(known, v) for v in loop.split(eqn.invars)[2]]
         units = units_entered(eqn.params["jaxpr"].jaxpr)
-        _say_kept(stacks_run(eqn.params["jaxpr"].jaxpr))
         if not units:
             return [eqn]
         if is_in(eqn.source_info.name_stack, AS_WRITTEN):
@@ -303,17 +301,6 @@ def _say(unit: str, reason: NotLiftedError) -> None:
         unit,
         reason,
     )
-
-
-def _say_kept(stacks: Sequence[str]) -> None:
-    """Says of which stacks jax gathers all units before a loop, and keeps them."""
-    for unit in stacks:
-        logging.getLogger("fsdp_jax").warning(
-            "fsdp.scan(prefetch=...) or scan(static=...) over unit '%s' runs within a "
-            "loop: jax gathers all its layers once for all iterations of the loop, and "
-            "they stay unsharded while it runs. Leave these arguments out.",
-            unit,
-        )
 
 
 def _spliced(eqn: Any, run: Callable[..., Any], env: dict[Any, Any]) -> list[Any]:

@@ -66,11 +66,9 @@ def scan(
         Also reduces each unit's gradients while the next unit computes.
         `prefetch + 1` units are unsharded at a time, and above 1 XLA copies one of
         them. 0 gathers a unit at its entry. Default `FSDPConfig(prefetch=)`; a model
-        with several stacks may give one of small units a larger distance here. Leave
-        it out within a loop of the model, or jax gathers the stack once for all of its
-        iterations and keeps it. Has no effect on units that are objects in a slice (the
-        layers of a period), since all of a slice may be too large: these are gathered
-        one after the other.
+        with several stacks may give one of small units a larger distance here. Has no
+        effect on units that are objects in a slice (the layers of a period), since all
+        of a slice may be too large: these are gathered one after the other.
       unroll: Units in one iteration of the compiled loop; more take more memory.
       static: Value of each unit that is known when it is traced, such as a flag or a
         function: hashable, and given to the unit as `unit(..., static=value)`. Units

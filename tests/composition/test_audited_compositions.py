@@ -13,6 +13,7 @@ SEEDS = {
     4: "gathers of two units are merged, before a loop of the loss",
     8: "the optimizer's state has dotted names, and tp splits weights",
     137: "layers are padded for the stages of a pipeline, so the norm would send them",
+    142: "a loop of the loss runs a stack and a unit",
     157: "statistics of BatchNorms are reduced with gradients",
 }
 

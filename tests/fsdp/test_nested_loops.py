@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers.blocks import UNIT, WIDTH, make_list
-from helpers.errors import facts
 from jax import lax
 
 import fsdp_jax as fsdp
@@ -90,6 +89,18 @@ def twice(params, x):
     return lax.scan(run, x, params["layers"])[0]
 
 
+def asked(params, x, **options):
+    """Scans that are told what to gather ahead, in a loop over the whole stack."""
+
+    def layer(w, x, static=1):
+        return UNIT(w, x) * static, None
+
+    def again(x, _):
+        return fsdp.scan(layer, params["layers"], x, **options)[0], None
+
+    return lax.scan(again, x, length=2)[0]
+
+
 class LinenLayer(nn.Module):
     width: int
 
@@ -111,6 +122,16 @@ FORMS = {
     "halves": (make_one_dim, [fsdp.Stacked("layers")], halves),
     "each layer twice": (make_one_dim, [fsdp.Stacked("layers")], twice),
     "with its own": (make_groups, [*TWICE, fsdp.Stacked("own")], with_own),
+    "fsdp.scan(prefetch=1)": (
+        make_one_dim,
+        [fsdp.Stacked("layers")],
+        functools.partial(asked, prefetch=1),
+    ),
+    "fsdp.scan(static=...)": (
+        make_one_dim,
+        [fsdp.Stacked("layers")],
+        functools.partial(asked, static=[1, 1, 1, 2, 2, 2]),
+    ),
     "nn.remat_scan": (
         lambda key, width=WIDTH: linen_scan(width).init(key, jnp.zeros((1, width))),
         [fsdp.Stacked("params.*", num_dims=2)],
@@ -152,24 +173,3 @@ def test_nested_loops_keep_no_layer_unsharded(gpus, form):
     # Per device: the state of all parameters is split.
     compiled = traced.lower().compile().as_text()
     assert not re.findall(r"f32\[\d+,(?:\d+,)?(?:256,512|512,256)\]", compiled)
-
-
-@pytest.mark.parametrize("asked", [{"prefetch": 1}, {"static": [1, 1, 1, 2, 2, 2]}])
-def test_a_scan_that_gathers_ahead_by_itself_in_a_loop_says_what_jax_does(
-    asked, caplog
-):
-    plan, _ = planned("regrouped", WIDTH)
-
-    def loss(params, batch):
-        def layer(w, x, static=1):
-            return x + static * jnp.tanh(x @ w["up"]) @ w["down"], None
-
-        def again(x, _):
-            return fsdp.scan(layer, params["layers"], x, **asked)[0], None
-
-        return (lax.scan(again, batch, length=2)[0] ** 2).mean()
-
-    rows = jnp.ones((16, WIDTH))
-    fsdp.audit.audit_loss(plan, loss, rows)
-    (said,) = {record.getMessage() for record in caplog.records}
-    assert re.search(facts("'layers'", "prefetch=", "static="), said)
