@@ -187,6 +187,8 @@ class Checkpointer:
     ) -> Any:
         """Loads the newest step, or returns None if there is none.
 
+        Saves in the background are waited for: the last of them is the newest step.
+
         The newest step wins, local or not; for equal steps the local one, which is
         faster to read. A step requested by number is loaded from `path` if it is there,
         and from the local disks only otherwise. A local step is complete if the hosts
@@ -209,6 +211,8 @@ class Checkpointer:
           ValueError: If the step does not fit `like`, as for `load`.
           DamagedCheckpointError: If the step is not as it was written.
         """
+        self._settle_locally()
+        self._saves.settle()
         first = jax.process_index() == 0
         found = gather(
             "Loading",

@@ -67,6 +67,11 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
             "that has a dot in it."
         )
     plain = [name for name, leaf in named if not hasattr(leaf, "dtype")]
+    if plain == [""]:
+        raise ValueError(
+            f"A {type(tree).__name__} is no tree of arrays. Pass a state, such as "
+            "fsdp_jax.init_state(plan, tx, params) or its abstract_state(plan, tx)."
+        )
     if plain:
         raise ValueError(
             f"{len(plain)} leaf/leaves are not arrays: {', '.join(plain)}. Make them "

@@ -47,7 +47,8 @@ class Lease:
           path: Directory of the run; created if missing.
 
         Raises:
-          ValueError: If another writer has it, or this process has it already.
+          ValueError: If another writer has it, or this process has it already; if the
+            path, or a part of it, is a file.
         """
         self._file = Path(path).absolute() / NAME
         self._writer = this_writer()
@@ -69,7 +70,14 @@ class Lease:
             self._file.unlink(missing_ok=True)
 
     def _take(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        folder = self._file.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(
+                f"Cannot save in '{folder}': it or a part of its path is a file. Save "
+                "to another directory."
+            ) from error
         seen: float | None = None
         while not self._create():
             try:

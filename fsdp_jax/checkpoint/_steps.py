@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import warnings
 from pathlib import Path
@@ -73,20 +74,38 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
     """Returns the number of `step`; of the newest step if it is None.
 
     Raises:
-      ValueError: If `path` has no such step.
+      ValueError: If `path` has no such step, or `step` is no number of one.
     """
-    if not as_path(path).is_dir():
-        raise ValueError(f"No checkpoint at '{path}': there is no such directory.")
+    directory = as_path(path)
+    if not directory.is_dir():
+        is_file = is_local(directory) and directory.exists()
+        problem = "it is a file" if is_file else "there is no such directory"
+        raise ValueError(f"No checkpoint at '{path}': {problem}.")
     available = committed_steps(path)
     if not available:
-        raise ValueError(f"No checkpoint at '{path}': it holds no committed step.")
+        raise ValueError(
+            f"No checkpoint at '{path}': it holds no committed step.{_hint(directory)}"
+        )
     if step == "latest-good":
         return _latest_good(path, available)
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise ValueError(
+            f"step={step!r} is no number of a step: use an int such as "
+            f"{available[-1]}, None for the newest, or 'latest-good'."
+        )
     if step is not None and step not in available:
         raise ValueError(
             f"No step {step} in '{path}', which holds {', '.join(map(str, available))}."
         )
-    return available[-1] if step is None else step
+    return available[-1] if step is None else operator.index(step)
+
+
+def _hint(directory: Path) -> str:
+    """Returns what to load, if a directory is one step of a run."""
+    name, run = directory.name, directory.parent
+    if not is_step_name(name) or int(name) not in committed_steps(run):
+        return ""
+    return f" It is a step itself: load '{run}' with step={int(name)}."
 
 
 def open_step(path: str | os.PathLike[str], step: Step) -> tuple[Path, Manifest]:

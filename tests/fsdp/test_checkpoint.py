@@ -427,6 +427,33 @@ def test_what_cannot_be_stored_is_named_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("step", [True, 1.0, "1", "newest"])
+def test_a_step_is_a_whole_number(saved, step):
+    said = facts(f"step={step!r}", "int", "latest-good")
+    with pytest.raises(ValueError, match=said):
+        fsdp.load(saved.path, fsdp.abstract_state(plan_on(1), TX), step=step)
+
+
+def test_what_is_no_run_is_refused_with_what_it_is(saved, tmp_path):
+    like = fsdp.abstract_state(plan_on(1), TX)
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ValueError, match=facts(str(file))):
+        fsdp.load(file, like)
+    for path in (file, file / "run"):
+        with pytest.raises(ValueError, match=facts(str(path.parent))):
+            fsdp.save(path, small_state(0))
+        with pytest.raises(ValueError, match=facts(str(path.parent))):
+            fsdp.Checkpointer(path)
+    newest = fsdp.latest_step(saved.path)
+    one = Path(saved.path, str(newest))
+    said = facts(saved.path, f"step={newest}")
+    with pytest.raises(ValueError, match=said):
+        fsdp.load(one, like)
+    with pytest.raises(ValueError, match=facts("int", "abstract_state")):
+        fsdp.load(saved.path, 3)
+
+
 def test_what_an_earlier_save_left_unfinished_is_removed_by_the_next(tmp_path):
     fsdp.save(tmp_path, small_state(1))
     shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")

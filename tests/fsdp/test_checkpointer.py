@@ -50,6 +50,15 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
         assert fsdp.latest_step(tmp_path) == 3
 
 
+def test_a_run_goes_back_to_the_save_that_is_still_being_written(tmp_path):
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_at(step))
+            assert check(checkpointer.resume(like())) == step
+        checkpointer.save(3, state_at(3))
+    assert fsdp.latest_step(tmp_path) == 3
+
+
 def test_what_is_saved_in_the_background_is_what_save_saves(tmp_path):
     fsdp.save(tmp_path / "now", state_at(1))
     with fsdp.Checkpointer(tmp_path / "behind") as checkpointer:
