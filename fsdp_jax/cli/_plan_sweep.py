@@ -28,6 +28,8 @@ def sweep_meshes(step: StepSpec, gpu: GPU) -> Sweep:
     """Estimates a step on other meshes and with other strategies.
 
     Candidates whose ranks do not divide the batch are skipped, with a line on stderr.
+    Where one does not fit, it is tried with nothing saved for backward too, unless the
+    step says what is.
 
     Args:
       step: Step to estimate. Its rows and microbatches are those of all candidates.
@@ -50,14 +52,25 @@ def sweep_meshes(step: StepSpec, gpu: GPU) -> Sweep:
                 file=sys.stderr,
             )
             continue
-        print(f"fsdp-jax: compiling {name}", file=sys.stderr)
-        found[name] = changed.estimate(gpu, sizes, guide=False)
+        for label, tried in _by_what_is_saved(name, changed):
+            print(f"fsdp-jax: compiling {label}", file=sys.stderr)
+            found[label] = tried.estimate(gpu, sizes, guide=False)
+            if found[label].fits:
+                break
     if not found:
         raise ValueError(
             f"--batch {rows}: the ranks of no mesh divide {rows} rows. Use a "
             f"multiple of {step.microbatches}, or more rows."
         )
     return Sweep(found)
+
+
+def _by_what_is_saved(name: str, step: StepSpec) -> Iterator[tuple[str, StepSpec]]:
+    """Yields a step, and what to try where it does not fit: less saved for backward."""
+    yield name, step
+    if step.strategy.remat is None:
+        strategy = dataclasses.replace(step.strategy, remat="nothing")
+        yield f"{name}, --remat nothing", dataclasses.replace(step, strategy=strategy)
 
 
 def _rows_of(step: StepSpec) -> int:

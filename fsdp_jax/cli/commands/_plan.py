@@ -183,8 +183,12 @@ class Plan:
             )
 
     def _step(self, model: DecoderConfig | UserModel) -> StepSpec:
-        # A model of the user's own has its batch, which --batch described.
+        # A model of the user's own has its batch, which --batch described, and saves
+        # what FSDPConfig() saves.
         is_own = isinstance(model, UserModel)
+        strategy = self.strategy
+        if is_own and strategy.remat is None:
+            strategy = dataclasses.replace(strategy, remat="all")
         return StepSpec(
             model=model,
             gpus=self.gpus,
@@ -204,7 +208,7 @@ class Plan:
             dispatch_dtype=self.dispatch_dtype,
             ranks_per_node=self.ranks_per_node,
             nodes_per_token=self.nodes_per_token,
-            strategy=self.strategy,
+            strategy=strategy,
         )
 
     def _plan(self, step: StepSpec, gpu: GPU, sizes: Sizes) -> None:
