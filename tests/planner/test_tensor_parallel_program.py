@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers.llama import BF16, RECOMPUTE, Llama, tokens
+from helpers.llama import BF16, Llama, tokens
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import fused_next_token_loss
+from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.planner import estimate_step
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
@@ -32,7 +34,9 @@ CONFIG = DecoderConfig(
 
 
 TX = optax.adamw(1e-3)
-BATCH = jax.ShapeDtypeStruct((2 * ROWS, SEQ + 1), jnp.int32)
+BATCH, MANY = (
+    jax.ShapeDtypeStruct((2 * rows, SEQ + 1), jnp.int32) for rows in (ROWS, 16 * ROWS)
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,11 +46,12 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def decoder(tp=TP, **options):
+def decoder(tp=TP, remat="nothing", batch=BATCH, layers=LAYERS, **options):
     mesh = fsdp.make_mesh(tp=tp, devices=gpu_devices(GPUS["h200"], 8))
-    config = fsdp.FSDPConfig(mp_policy=BF16, remat_policy=RECOMPUTE)
-    plan = plan_decoder(CONFIG, mesh, config, **options)
-    return estimate_step(plan, fused_next_token_loss, TX, BATCH, guide=False)
+    config = Strategy(remat=remat).applied(fsdp.FSDPConfig(mp_policy=BF16), mesh)
+    sizes = dataclasses.replace(CONFIG, num_hidden_layers=layers)
+    plan = plan_decoder(sizes, mesh, config, **options)
+    return estimate_step(plan, fused_next_token_loss, TX, batch, guide=False)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,9 @@ COMPILED = {
     "one prefetched": None,
     "none prefetched": functools.partial(decoder, prefetch=0),
     "no data axis": functools.partial(decoder, tp=8),
+    # Of the sums over tp that are saved each rank has its part.
+    "products saved": functools.partial(decoder, remat="dots", batch=MANY, layers=16),
+    "all saved": functools.partial(decoder, remat="all", batch=MANY, layers=16),
     "unconstrained": unconstrained,
 }
 

@@ -66,6 +66,19 @@ def read_dims(eqn: Any, dims: Sequence[Dim], made: Sequence[Dim]) -> list[Dim]:
     return [dim if a else d for a, d in zip(alike, dims, strict=True)]
 
 
+def is_sum_over_ranks(eqn: Any, dims: Sequence[Dim]) -> bool:
+    """Returns whether an equation is a product whose contracted dim is split.
+
+    Args:
+      eqn: Equation.
+      dims: Dims along which its arguments are split.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    summed, _ = eqn.params["dimension_numbers"]
+    return any(dim in over for dim, over in zip(dims, summed, strict=True))
+
+
 Shape = tuple[int, ...]
 
 
@@ -159,6 +172,9 @@ def _gather(eqn: Any, dims: Sequence[Dim], made: Shape) -> Dim:
 def _place(dims: Sequence[Dim], dim: Dim) -> Dim:
     return dims.index(dim) if dim is not None and dim in dims else None
 
+
+COPIES = ("convert_element_type", "copy", "name", "reduce_precision")
+"""Primitives whose result is their operand, if in another dtype."""
 
 IN_PLACE = {
     "slice",

@@ -23,8 +23,10 @@ from fsdp_jax.planner.liveness._ragged_products import with_dense_forms
 from fsdp_jax.planner.liveness._slice_pushdown import made_in_parts
 from fsdp_jax.planner.liveness._tp_propagation import (
     AXIS,
+    COPIES,
     Dim,
     dim_of,
+    is_sum_over_ranks,
     read_dims,
     split_dims,
 )
@@ -107,6 +109,20 @@ class _Placed(NamedTuple):
     dim: Dim
 
 
+@dataclasses.dataclass
+class _Sum:
+    """A product of which each rank has a part of each element, and its copies.
+
+    Attributes:
+      dim: Dim along which ranks get their shard of the sum; None while nothing that is
+        split was combined with it: then all ranks get all of it.
+      shards: Shards of the product and of its copies, those that were read.
+    """
+
+    dim: Dim = None
+    shards: dict[Value, Value] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Frame:
     """State of an inlined call.
@@ -116,12 +132,14 @@ class _Frame:
       operations: Output list, shared by all frames of a program.
       scopes: jax's named scopes around the call.
       ranks: Devices along `tp` if XLA partitions that axis, else 1.
+      sums: Sums over ranks by value, shared like the operations.
     """
 
     env: dict[Any, _Placed]
     operations: list[Operation]
     scopes: str
     ranks: int
+    sums: dict[Value, _Sum]
 
     def bind(self, v: Any, dim: Dim = None) -> Value:
         """Returns the value of a variable, creating it if it has none."""
@@ -135,14 +153,25 @@ class _Frame:
         """Returns the placed value of a variable; an empty one for a literal."""
         if isinstance(v, core.Literal):
             return _Placed(None, None)
-        self.bind(v)
-        return self.env[v]
+        value, total = self.bind(v), self.sums.get(self.env[v].value)
+        if total is None or total.dim is None:
+            return self.env[v]
+        if value not in total.shards:
+            total.shards[value] = made = _value(v, total.dim, self.ranks)
+            self.operations.append(Operation(MOVE, (value,), (made,), self.scopes))
+        return _Placed(total.shards[value], total.dim)
 
     def moved(self, v: Any, dim: Dim) -> Value | None:
-        """Returns the value split along `dim`; a replicated value is only sliced."""
+        """Returns the value split along `dim`; a replicated value is only sliced.
+
+        Of a sum over ranks each then gets its shard, and nobody all of it.
+        """
         value, given = self.read(v)
         if value is None or given == dim:
             return value
+        if given is None and (total := self.sums.get(value)):
+            total.dim = dim
+            return self.read(v).value
         made = _value(v, dim, self.ranks)
         name = SLICE if given is None else MOVE
         self.operations.append(Operation(name, (value,), (made,), self.scopes))
@@ -163,7 +192,7 @@ def _flatten(
       ranks: Devices along `tp` if XLA partitions that axis, else 1.
       asked: Dim along which each result must be split; None to leave it as it is.
     """
-    frame = _Frame({}, [], "", ranks)
+    frame = _Frame({}, [], "", ranks, {})
     inputs = [frame.bind(v) for v in jaxpr.constvars]
     inputs += [frame.bind(v, dim) for v, dim in zip(jaxpr.invars, dims, strict=True)]
     _inline(jaxpr, frame)
@@ -235,15 +264,25 @@ def _record(eqn: Any, frame: _Frame) -> None:
         made, read = bodies.made, bodies.read
     name = eqn.primitive.name
     if name == "sharding_constraint" and made != dims:
+        if frame.read(eqn.invars[0]).value in frame.sums:
+            shard = frame.moved(eqn.invars[0], made[0])
+            frame.env[eqn.outvars[0]] = _Placed(shard, made[0])
+            return
         name = MOVE
     elif name == "broadcast_in_dim" and _is_zero(eqn.invars[0]):
         name = ZEROS
     inputs = tuple(frame.moved(v, dim) for v, dim in zip(eqn.invars, read, strict=True))
+    outputs = tuple(frame.bind(v, d) for v, d in zip(eqn.outvars, made, strict=True))
+    if made == [None]:
+        if is_sum_over_ranks(eqn, dims):
+            frame.sums[outputs[0]] = _Sum()
+        elif name in COPIES and inputs[0] in frame.sums:
+            frame.sums[outputs[0]] = frame.sums[inputs[0]]
     frame.operations.append(
         Operation(
             name,
             inputs,
-            tuple(frame.bind(v, d) for v, d in zip(eqn.outvars, made, strict=True)),
+            outputs,
             frame.scopes,
             eqn.params,
             bodies.programs if bodies else (),
