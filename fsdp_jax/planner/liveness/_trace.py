@@ -153,7 +153,8 @@ class _Frame:
         """Returns the placed value of a variable; an empty one for a literal."""
         if isinstance(v, core.Literal):
             return _Placed(None, None)
-        value, total = self.bind(v), self.sums.get(self.env[v].value)
+        value = self.bind(v)
+        total = self.sums.get(value)
         if total is None or total.dim is None:
             return self.env[v]
         if value not in total.shards:
