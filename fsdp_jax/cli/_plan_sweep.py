@@ -68,7 +68,7 @@ def sweep_meshes(step: StepSpec, gpu: GPU) -> Sweep:
 def _by_what_is_saved(name: str, step: StepSpec) -> Iterator[tuple[str, StepSpec]]:
     """Yields a step, and what to try where it does not fit: less saved for backward."""
     yield name, step
-    if step.strategy.remat is None:
+    if step.strategy.remat is None and step.strategy.reshard:
         strategy = dataclasses.replace(step.strategy, remat="nothing")
         yield f"{name}, --remat nothing", dataclasses.replace(step, strategy=strategy)
 

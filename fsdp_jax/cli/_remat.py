@@ -7,15 +7,18 @@ from typing import Any, Literal
 
 import jax
 
+from bridge.models._decoder_layer import LAYER_INPUT
+from bridge.models._fused_attention import RESIDUALS
+from bridge.models._moe import EXPERT_PRODUCT
+from fsdp_jax.ops.moe._send import RECEIVED
+
 Remat = Literal["all", "dots", "attention", "offload", "nothing"]
 
 _POLICIES = jax.checkpoint_policies
-_ATTENTION = _POLICIES.save_only_these_names("context_attention")
+_ATTENTION = _POLICIES.save_only_these_names(RESIDUALS)
 # For jax neither a kernel of attention nor a loop over blocks of rows is a product; and
 # what came from other ranks would be sent again.
-_NAMED = _POLICIES.save_only_these_names(
-    "context_attention", "expert_product", "received_tokens"
-)
+_NAMED = _POLICIES.save_only_these_names(RESIDUALS, EXPERT_PRODUCT, RECEIVED)
 REMAT_POLICIES: dict[Remat, Callable[..., Any] | None] = {
     "all": None,
     "dots": _POLICIES.save_from_both_policies(
@@ -24,7 +27,7 @@ REMAT_POLICIES: dict[Remat, Callable[..., Any] | None] = {
     "attention": _ATTENTION,
     "offload": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=(),
-        names_which_can_be_offloaded=("layer_input",),
+        names_which_can_be_offloaded=(LAYER_INPUT,),
         offload_src="device",
         offload_dst="pinned_host",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ from helpers.operations import counts_of
 
 import fsdp_jax as fsdp
 from bridge.models import DecoderConfig, MoEConfig
+from bridge.models._fused_attention import RESIDUALS
+from bridge.models._moe import EXPERT_PRODUCT
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import fused_next_token_loss
 from fsdp_jax.cli._remat import Remat
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli.commands._plan import Plan
 from fsdp_jax.cli.commands._train import Train
+from fsdp_jax.ops.moe._send import RECEIVED
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -62,3 +66,9 @@ def test_a_plan_is_of_the_step_that_is_trained():
         for of in (Plan, Train)
     )
     assert planned == trained
+
+
+def test_the_names_to_save_are_those_that_the_documentation_says():
+    page = Path(__file__).parents[2] / "docs/pages/how-to/tune-performance.md"
+    for name in (RESIDUALS, EXPERT_PRODUCT, RECEIVED):
+        assert f"`{name}`" in page.read_text()
