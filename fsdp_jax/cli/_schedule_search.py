@@ -84,7 +84,9 @@ def settings_of(strategy: Strategy, options: Options) -> dict[str, Any]:
       strategy: Strategy that was asked for.
       options: XLA options of the step.
     """
-    strategy = dataclasses.replace(strategy, remat=strategy.saved)
+    strategy = dataclasses.replace(
+        strategy, remat=strategy.saved, prefetch=strategy.num_ahead
+    )
     names = [knob.name for knob in KNOBS if knob.name not in _UNMEASURED]
     of_steps = {
         name: options[name] if name.startswith(_OF_XLA) else getattr(strategy, name)
@@ -107,4 +109,7 @@ def with_settings(
     rest = {k: v for k, v in settings.items() if k not in {*of_xla, *_UNMEASURED}}
     asked = {name: settings[name] for name in _UNMEASURED}
     changed = {**options, **of_xla, **unmeasured_options(__version__, **asked)}
-    return dataclasses.replace(strategy, **rest), changed
+    strategy = dataclasses.replace(strategy, **rest)
+    if not strategy.reshard:  # Layers that stay gathered have nothing else to choose.
+        strategy = dataclasses.replace(strategy, prefetch=0, remat="all")
+    return strategy, changed

@@ -39,7 +39,8 @@ class Strategy:
         in host memory (offload). Default dots; all where weights stay gathered.
       reshard: Frees the gathered weights of a layer after forward, and gathers them
         again for backward. Without it they are kept, as all activations must be.
-      prefetch: Layers gathered ahead of the one that computes.
+      prefetch: Layers gathered ahead of the one that computes. Default 1; 0 where
+        weights stay gathered.
       unroll: Layers in one iteration of the compiled loop.
       cp_form: Context-parallel attention algorithm: ring, all_gather or ulysses.
         Default ring.
@@ -56,7 +57,7 @@ class Strategy:
     outer: Unset[int] = None
     remat: Unset[Remat] = None
     reshard: bool = True
-    prefetch: int = 1
+    prefetch: Unset[int] = None
     unroll: int = 1
     cp_form: Unset[CPForm] = None
     attention: WantedKernel = "auto"
@@ -68,6 +69,13 @@ class Strategy:
     def saved(self) -> Remat:
         """Activations of a layer that are saved for backward."""
         return self.remat or ("dots" if self.reshard else "all")
+
+    @property
+    def num_ahead(self) -> int:
+        """Layers gathered ahead."""
+        if self.prefetch is not None:
+            return self.prefetch
+        return 1 if self.reshard else 0
 
     @property
     def cp_algorithm(self) -> CPForm:
@@ -101,6 +109,13 @@ class Strategy:
                 wrong.append(f"--{option} {value} has no effect with {axis}=1")
         if not self.reshard and self.zero < 3:
             wrong.append(f"--no-reshard has no effect with --zero {self.zero}")
+        if not self.reshard and self.num_ahead:
+            wrong.append(f"--prefetch {self.prefetch} has no effect with --no-reshard")
+        if not self.reshard and self.saved != "all":
+            wrong.append(
+                f"--remat {self.remat} is of layers that are gathered again, and "
+                "--no-reshard keeps them"
+            )
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 

@@ -156,7 +156,7 @@ class StepSpec:
             mesh,
             sharding,
             routing,
-            prefetch=self.strategy.prefetch,
+            prefetch=self.strategy.num_ahead,
             unroll=self.strategy.unroll,
             cp_form=self.strategy.cp_algorithm,
             attention=self.strategy.attention,
@@ -176,7 +176,7 @@ class StepSpec:
     def _sharding(self, mesh: Mesh) -> fsdp.FSDPConfig:
         dtype = jnp.dtype(self.param_dtype)
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
-        sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=self.strategy.prefetch)
+        sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=self.strategy.num_ahead)
         sharding = self.strategy.applied(sharding, mesh)
         precision = Precision(
             self.param_dtype,

@@ -55,7 +55,7 @@ def plan_run(
         mesh,
         strategy.applied(_sharding(config, origin, offload), mesh),
         config.routing,
-        prefetch=strategy.prefetch,
+        prefetch=strategy.num_ahead,
         unroll=strategy.unroll,
         cp_form=strategy.cp_algorithm,
         attention=strategy.attention,

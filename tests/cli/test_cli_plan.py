@@ -187,6 +187,8 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--capacity-factor", "1.0"), "the model has no experts"),
         (("--dispatch-dtype", "float8"), "--dispatch-dtype float8: without effect"),
         (("--picture", "plan.pdf"), "'plan.pdf' must end in .png or .svg"),
+        (("--no-reshard", "--prefetch", "2"), "--prefetch 2 has no effect"),
+        (("--no-reshard", "--remat", "dots"), "--remat dots is of layers that"),
         (("--no-reshard", "--zero", "2"), "--no-reshard has no effect with --zero 2"),
         (("--batch-parts", "2"), "--batch-parts 2 has no effect with tp=1"),
         (("--batch-parts", "2", "--mesh", "tp=2"), "Use --batch 8"),

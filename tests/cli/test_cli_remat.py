@@ -17,6 +17,7 @@ from bridge.models._moe import EXPERT_PRODUCT
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import fused_next_token_loss
 from fsdp_jax.cli._remat import Remat
+from fsdp_jax.cli._schedule_search import settings_of, with_settings
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli.commands._plan import Plan
 from fsdp_jax.cli.commands._train import Train
@@ -56,8 +57,17 @@ def test_dots_are_the_default_unless_weights_stay_gathered():
     assert Strategy().saved == "dots"
     assert Strategy(reshard=False).saved == "all"
     assert Strategy(remat="nothing").saved == "nothing"
-    config = Strategy(reshard=False).applied(fsdp.FSDPConfig(), fsdp.make_mesh())
-    assert config.remat_policy is None
+    assert (Strategy().num_ahead, Strategy(reshard=False).num_ahead) == (1, 0)
+
+
+def test_a_search_tries_weights_that_stay_gathered_with_all_saved():
+    options = fsdp.training.compiler_options()
+    start = settings_of(Strategy(), options)
+    assert start["remat"] == "dots" and start["prefetch"] == 1
+    changed, _ = with_settings(Strategy(), options, start | {"reshard": False})
+    changed.check()
+    config = changed.applied(fsdp.FSDPConfig(), fsdp.make_mesh())
+    assert config.remat_policy is None and not config.reshard_after_forward
 
 
 def test_a_plan_is_of_the_step_that_is_trained():

@@ -92,6 +92,13 @@ def test_resuming_on_another_mesh_and_strategy_sees_the_same_batches(
         assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
 
 
+def test_weights_that_stay_gathered_train_to_the_same_losses(trained, text, tmp_path):
+    whole = losses(trained.metrics)
+    resumed = resume(trained, text, tmp_path, "--no-reshard")
+    for step in (3, 4):
+        assert resumed[step] == pytest.approx(whole[step], rel=ANOTHER_MESH)
+
+
 def test_resuming_over_tp_goes_on_with_the_same_losses(trained, text, tmp_path):
     whole = losses(trained.metrics)
     resumed = resume(trained, text, tmp_path, "--tp", "2", "--fused-loss")
