@@ -30,7 +30,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gpu_attention
+import gpu_checkpoint
+import gpu_decoder
+import gpu_experts
+import gpu_watchdog
+import jax
 import result
+
+from fsdp_jax.planner import find_gpu
 
 PREDICTED = result.RESULTS / "gpu_check_predicted.json"
 PACKAGES = (
@@ -52,8 +60,6 @@ WAIT = 40
 
 def fsdp2_command(part, *, rehearse):
     """The command of PyTorch's training that stands beside a case."""
-    import gpu_decoder
-
     name = part.removeprefix("fsdp2_").removesuffix("_eager")
     case = gpu_decoder.CASES[name]
     case = case.rehearsed() if rehearse else case
@@ -76,13 +82,6 @@ def fsdp2_command(part, *, rehearse):
 
 def run_part(part, *, rehearse, profile):
     """Measures one part in this process, when a line on stdin says so."""
-    import gpu_attention
-    import gpu_checkpoint
-    import gpu_decoder
-    import gpu_experts
-    import gpu_watchdog
-    import jax
-
     sys.stdin.readline()
     # These two start processes of their own, which need the GPU's memory.
     if part == "commands":
@@ -271,10 +270,6 @@ def shown(found):
 
 def write_predictions(args):
     """What the planner says of each step, for a GPU that is not here."""
-    import gpu_decoder
-
-    from fsdp_jax.planner import find_gpu
-
     conditions = result.begin(args, PACKAGES)
     gpu, parts = find_gpu(args.gpu), {}
     for name, case in gpu_decoder.CASES.items():

@@ -87,12 +87,7 @@ def estimate_step(
     """
     gpu = find_gpu(gpu)
     count = plan.mesh.size if gpus is None else gpus
-    sizes = {axis: plan.mesh.shape[axis] for axis in AXES} | {"dp_shard": -1}
-    given = sizes if mesh is None else dict(mesh)
-    there = make_mesh(**given, devices=gpu_devices(gpu, count))
-    plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
-    # An optimizer is a tuple of functions, and so not callable itself.
-    tx = tx(plan) if callable(tx) else tx
+    plan, tx = _on_gpus(plan, tx, gpu, count, mesh)
     # None for jit: they would still apply beneath the `options` of `compile`.
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
     state = abstract_state(plan, tx)
@@ -101,7 +96,7 @@ def estimate_step(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
     )
     if options is None:
-        options = options_of(there, unit_bytes(there, plan.param_plans))
+        options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
     lowered = step.lower(state, abstract_batch)
     if plan.config.offload:
         mark_host_arguments(plan, lowered, state)
@@ -126,6 +121,22 @@ def estimate_step(
         model_flops=model_flops(plan, loss_fn, abstract_batch, **form) / count,
         num_microbatches=step.num_microbatches,
     )
+
+
+def _on_gpus(
+    plan: Plan,
+    tx: optax.GradientTransformation | Callable[[Plan], optax.GradientTransformation],
+    gpu: GPU,
+    count: int,
+    mesh: Mapping[str, int] | None,
+) -> tuple[Plan, optax.GradientTransformation]:
+    """Returns the plan on a mesh of GPUs that are not here, and its optimizer."""
+    sizes = {axis: plan.mesh.shape[axis] for axis in AXES} | {"dp_shard": -1}
+    given = sizes if mesh is None else dict(mesh)
+    there = make_mesh(**given, devices=gpu_devices(gpu, count))
+    plan = fully_shard(plan.make_model, there, plan.unit_specs, plan.config)
+    # An optimizer is a tuple of functions, and so not callable itself.
+    return plan, tx(plan) if callable(tx) else tx
 
 
 def _check_mesh(plan: Plan, opt_state: PyTree) -> None:

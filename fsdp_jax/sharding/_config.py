@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+import jax
+
 from fsdp_jax._tree import as_patterns
 from fsdp_jax.lora._config import LoRAConfig
 from fsdp_jax.sharding._offload import OffloadPolicy
@@ -187,6 +189,7 @@ class FSDPConfig:
                 "model is frozen but LoRAConfig(modules_to_save=...). Drop frozen."
             )
         self._check_numbers()
+        self._check_remat()
         if (
             strategy == "no_shard"
             and self.mp_policy.param_gather
@@ -196,13 +199,12 @@ class FSDPConfig:
                 "FSDPConfig(zero_dp_strategy='no_shard') gathers no weights, so that "
                 f"param_gather={self.mp_policy.param_gather} would do nothing: drop it."
             )
-        if self.remat_policy is not None and not self.reshard_after_forward:
-            raise ValueError(
-                "FSDPConfig(remat_policy=...) decides what a resharded unit saves, and "
-                "reshard_after_forward=False saves everything: drop one of the two."
-            )
 
     def _check_numbers(self) -> None:
+        for name in ("prefetch", "min_shard_elements"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ValueError(f"FSDPConfig({name}={value!r}) is no whole number.")
         if self.prefetch < 0:
             raise ValueError(
                 f"FSDPConfig(prefetch={self.prefetch}) counts the units that are "
@@ -214,6 +216,34 @@ class FSDPConfig:
                 "elements: use 0 to shard everything."
             )
 
+    def _check_remat(self) -> None:
+        for name in _MAKE_POLICIES:
+            if self.remat_policy is getattr(jax.checkpoint_policies, name):
+                raise ValueError(
+                    f"FSDPConfig(remat_policy={name}) makes policies and is none: call "
+                    f"it, jax.checkpoint_policies.{name}(...)."
+                )
+        if self.remat_policy is not None and not callable(self.remat_policy):
+            raise ValueError(
+                f"FSDPConfig(remat_policy={self.remat_policy!r}) is no policy. Use one "
+                "of jax.checkpoint_policies, such as dots_with_no_batch_dims_saveable."
+            )
+        if self.remat_policy is not None and not self.reshard_after_forward:
+            raise ValueError(
+                "FSDPConfig(remat_policy=...) decides what a resharded unit saves, and "
+                "reshard_after_forward=False saves everything: drop one of the two."
+            )
+
+
+# What they return for the arguments of a policy is true, and so would save all.
+_MAKE_POLICIES = (
+    "offload_dot_with_no_batch_dims",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "save_from_both_policies",
+    "save_only_these_names",
+)
 
 ZERO_DP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-FSDP's names of ZeRO 0 to 3, in this order."""

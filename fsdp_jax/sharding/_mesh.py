@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
 """Axes of the mesh, outermost first: neighbours on the last have the fastest links."""
@@ -100,6 +100,11 @@ def check_axes(
       tensor_parallel: True if parameters are split over `tp`.
       context_parallel: True if rows of a batch are split over `cp`.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"A {type(mesh).__name__} is no mesh: make one with fsdp_jax.make_mesh, "
+            "which takes devices=."
+        )
     missing = [axis for axis in AXES if axis not in mesh.shape]
     if missing:
         raise ValueError(

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
+from fsdp_jax.sharding._config import _MAKE_POLICIES
 from fsdp_jax.sharding._fully_shard import choose_split
 from fsdp_jax.sharding._plan import ROOT
 
@@ -409,6 +410,13 @@ def test_precisions_that_are_not_floating_point_are_all_named():
     [
         ({"replicated": "w"}, ["FSDPConfig(replicated='w')", "replicated=('w',)"]),
         ({"min_shard_elements": -1}, ["min_shard_elements=-1", "0"]),
+        ({"min_shard_elements": 1.5}, ["min_shard_elements=1.5"]),
+        ({"prefetch": True}, ["prefetch=True"]),
+        ({"remat_policy": "dots"}, ["remat_policy='dots'", "checkpoint_policies"]),
+        (
+            {"remat_policy": jax.checkpoint_policies.save_only_these_names},
+            ["checkpoint_policies.save_only_these_names(...)"],
+        ),
         (
             {
                 "remat_policy": jax.checkpoint_policies.dots_saveable,
@@ -436,3 +444,24 @@ def test_planning_takes_no_device_memory():
 def test_a_config_can_be_hashed():
     config = fsdp.FSDPConfig(tensor_parallel={"w": 0})
     assert hash(config) == hash(fsdp.FSDPConfig(tensor_parallel={"w": 0}))
+
+
+def test_devices_are_no_mesh():
+    with pytest.raises(ValueError, match=facts("list", "make_mesh", "devices=")):
+        fsdp.fully_shard(lambda key: {"w": jnp.ones(8)}, jax.devices())
+
+
+def test_each_function_of_jax_that_makes_a_policy_is_told_from_a_policy():
+    # A policy returns whether a primitive's result is saved.
+    for name in dir(jax.checkpoint_policies):
+        if name.startswith("_"):
+            continue
+        policy = getattr(jax.checkpoint_policies, name)
+        if name in _MAKE_POLICIES:
+            with pytest.raises(ValueError, match=facts(f"remat_policy={name}")):
+                fsdp.FSDPConfig(remat_policy=policy)
+        else:
+            dot = jax.make_jaxpr(jnp.dot)(jnp.ones(2), jnp.ones(2)).eqns[0]
+            saved = policy(dot.primitive, *dot.invars, **dot.params)
+            assert isinstance(saved, bool)
+            fsdp.FSDPConfig(remat_policy=policy)
