@@ -47,6 +47,12 @@ def in_own_mesh(fn: _Fn) -> _Fn:
 
     @functools.wraps(fn)
     def wrapped(plan, *args, **kwargs):
+        if not hasattr(plan, "mesh"):
+            raise ValueError(
+                f"{fn.__name__}: its first argument is a {type(plan).__name__}, not a "
+                f"Plan. Call {fn.__name__}(plan, ...), with the plan of "
+                "fsdp_jax.fully_shard."
+            )
         with own_mesh(plan.mesh):
             return fn(plan, *args, **kwargs)
 

@@ -61,13 +61,20 @@ def make_mesh(
       `dp_shard`, `ep`, `cp` and `tp`.
 
     Raises:
-      ValueError: If the product of the sizes is not the number of devices.
+      ValueError: If the product of the sizes is not the number of devices, or there are
+        none.
 
     Examples:
       >>> dict(fsdp.make_mesh(dp_outer=2).shape)  # on 8 devices
       {'pp': 1, 'dp_outer': 2, 'dp_shard': 4, 'ep': 1, 'cp': 1, 'tp': 1}
     """
+    if isinstance(devices, int):
+        raise ValueError(
+            f"devices={devices} is a number: pass jax.devices()[:{devices}]."
+        )
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("devices=[]: a mesh has at least 1 device.")
     asked = {"pp": pp, "dp_outer": dp_outer, "dp_shard": dp_shard}
     asked |= {"ep": ep, "cp": cp, "tp": tp}
     sizes = _fill_in(asked, len(devices))

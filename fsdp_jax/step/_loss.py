@@ -67,7 +67,16 @@ class LossForm:
 
 
 def takes_key(loss_fn: LossFn) -> bool:
-    """Returns whether the loss takes a key: an argument `key` that is not bound."""
+    """Returns whether the loss takes a key: an argument `key` that is not bound.
+
+    Raises:
+      ValueError: If it is no function.
+    """
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn is a {type(loss_fn).__name__}: pass a function of a model and a "
+            "batch, loss_fn(model, batch) -> loss."
+        )
     return "key" in inspect.signature(loss_fn).parameters and not _binds_key(loss_fn)
 
 

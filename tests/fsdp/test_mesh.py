@@ -78,6 +78,13 @@ def test_sizes_that_do_not_fit_are_an_error_with_the_numbers(asked, says):
         fsdp.make_mesh(**asked)
 
 
+def test_no_devices_make_no_mesh():
+    with pytest.raises(ValueError, match=facts("devices=[]", "1")):
+        fsdp.make_mesh(devices=[])
+    with pytest.raises(ValueError, match=facts("devices=4", "jax.devices()[:4]")):
+        fsdp.make_mesh(devices=4)
+
+
 def test_a_mesh_made_elsewhere_is_refused():
     foreign = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     with pytest.raises(

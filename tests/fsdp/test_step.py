@@ -131,6 +131,17 @@ def test_an_eval_step_sees_the_loss_that_the_train_step_reports(plan, state):
     assert evaluate(state.params, X)["loss"] < metrics["loss"]
 
 
+def test_arguments_in_another_order_are_told_apart(plan):
+    with pytest.raises(ValueError, match=facts("init_params", "Plan")):
+        fsdp.init_params(jax.random.key(0), plan)
+    with pytest.raises(ValueError, match=facts("init_state", "Plan")):
+        fsdp.init_state(TX, plan)
+    with pytest.raises(ValueError, match=facts("make_train_step", "Plan")):
+        fsdp.make_train_step(lambda model, batch: 0.0, plan, TX)
+    with pytest.raises(ValueError, match=facts("loss_fn", type(TX).__name__)):
+        fsdp.make_train_step(plan, TX, lambda model, batch: 0.0)
+
+
 def test_a_step_counts_and_gives_up_the_old_state(plan, state):
     old = state
     state, _ = fsdp.make_train_step(plan, square, TX)(state, X)
