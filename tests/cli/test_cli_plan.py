@@ -242,11 +242,8 @@ def test_the_counts_of_the_cpu_are_those_of_the_plan():
 def test_a_sweep_saves_less_where_a_mesh_does_not_fit_otherwise(tmp_path, capsys):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps(hf_fields("llama", **sizes)))
-    long = (tmp_path, "--gpu", "h100", "--gpus", "2", "--seq", "4096", "--batch", "512")
+    long = (tmp_path, "--gpu", "h100", "--gpus", "1", "--seq", "4096", "--batch", "256")
     assert not plan(*long, "--sweep")
     rows = [line for line in capsys.readouterr().out.splitlines() if "GiB" in line]
     fits = {row.split("  ")[0]: "DOES NOT FIT" not in row for row in rows}
     assert not fits["FSDP (ZeRO-3)"] and fits["FSDP (ZeRO-3), --remat nothing"]
-    # Told what to save, it tries nothing else.
-    assert not plan(*long, "--remat", "dots", "--sweep")
-    assert "--remat nothing  " not in capsys.readouterr().out
