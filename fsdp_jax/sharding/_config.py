@@ -235,7 +235,7 @@ class FSDPConfig:
             )
 
 
-# What they return for the arguments of a policy is true, and so would save all.
+# Given the arguments of a policy they fail within jax, or return what counts as true.
 _MAKE_POLICIES = (
     "offload_dot_with_no_batch_dims",
     "save_and_offload_only_these_names",
