@@ -137,7 +137,7 @@ def run_commands():
 
 
 class Process:
-    """A part in a process of its own, which waits for `begin`."""
+    """A part in a process of its own, which waits for `finish`."""
 
     def __init__(self, part, args, folder):
         """Starts it."""
@@ -222,7 +222,7 @@ def described():
 
 def compared(found, predicted):
     """What was predicted of a step, and what part of the measured it is."""
-    if "median_step_s" not in found:
+    if "median_step_s" not in found or "step_s" not in predicted:
         return predicted
     peak = found["memory"]["peak_in_use"]
     return predicted | {

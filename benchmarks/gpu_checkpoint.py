@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import fsdp_jax as fsdp
+from fsdp_jax.cli._decoder_loss import fused_next_token_loss
 
 
 def measure_checkpoint(case: gpu_decoder.Case) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def measure_checkpoint(case: gpu_decoder.Case) -> dict[str, Any]:
     config = dataclasses.replace(case.config, num_hidden_layers=layers)
     case = dataclasses.replace(case, config=config)
     plan, tx, tokens = case.plan(), gpu_decoder.optimizer(), case.batch()
-    step = fsdp.make_train_step(plan, case.loss_fn, tx)
+    step = fsdp.make_train_step(plan, fused_next_token_loss, tx)
     state = fsdp.init_state(plan, tx, fsdp.init_params(plan, jax.random.key(0)))
     for _ in range(2):
         state, _ = step(state, tokens)
