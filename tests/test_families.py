@@ -43,6 +43,10 @@ LIKE_OTHERS = {
     *("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "minimax_m2", "dots1", "ministral3"),
     *("mpt", "phimoe", "mamba", "mamba2", "falcon_h1", "apertus", "llama4"),
     *("lfm2_moe", "jamba", "minicpm3", "deepseek_v32", "glm_moe_dsa", "gemma4"),
+    *("ministral", "helium", "cwm", "vaultgemma", "youtu", "exaone", "iquestcoder"),
+    *("hyperclovax", "jais2", "granite_swa", "granitemoe_swa", "solar_open"),
+    *("sarvam_moe", "sarvam_mla", "mellum", "exaone_moe", "flex_olmo", "hy_v3"),
+    *("bamba",),
 }
 # Of many kinds of layers, each compiled by itself; over tp in test_hybrid_families.py.
 LONG_TO_COMPILE = {"gemma3n"}

@@ -1,4 +1,4 @@
-"""No URL is taken for a folder of that name: every public path is checked first."""
+"""No URL and no `~` is taken for a folder: every public path is checked first."""
 
 from __future__ import annotations
 
@@ -51,8 +51,18 @@ def test_the_entries_are_found():
 
 
 @pytest.mark.parametrize("entry, parameter", ENTRIES)
-@pytest.mark.parametrize("url", ["hdfs://bucket/run", Path("msc://profile/run")])
-def test_every_public_path_refuses_a_url(entry, parameter, url, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("hdfs://bucket/run", ["URL", "'hdfs'"]),
+        (Path("msc://profile/run"), ["URL", "'msc'"]),
+        ("~/run", ["'~'", os.path.expanduser("~/run")]),
+    ],
+    ids=["url", "url-of-a-path", "home"],
+)
+def test_every_public_path_refuses_what_is_none(
+    entry, parameter, path, reason, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     needed = {
         name: MagicMock()
@@ -60,10 +70,8 @@ def test_every_public_path_refuses_a_url(entry, parameter, url, tmp_path, monkey
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL
     }
     others = {"path": tmp_path} if "path" in needed else {}
-    with pytest.raises(
-        ValueError, match=facts("URL", f"'{str(url).partition(':')[0]}'")
-    ):
-        entry(**needed | others | {parameter: url})
+    with pytest.raises(ValueError, match=facts(*reason)):
+        entry(**needed | others | {parameter: path})
     assert os.listdir(tmp_path) == []
 
 
@@ -85,10 +93,19 @@ def test_schemes_of_any_kind_are_urls(url):
         "./s3:/bucket",
         "meta/Llama",
         "a:",
+        "./~/runs",
+        "runs/~old",
+        "~old/runs",
     ],
 )
 def test_paths_are_no_urls(path):
     check_local(path, Path("/") / path, None, 1)
+
+
+@pytest.mark.parametrize("path", ["~", "~/runs", Path("~/runs")])
+def test_a_home_is_named_by_what_it_is(path):
+    with pytest.raises(ValueError, match=facts("'~'", os.path.expanduser(path))):
+        check_local(path)
 
 
 def test_a_prompt_may_be_a_url():

@@ -32,13 +32,16 @@ PASSTHROUGH = {
 }
 
 
-def shared_experts(default: int | None) -> FieldTransform:
+def shared_experts(
+    default: int | None, count: str = "n_shared_experts"
+) -> FieldTransform:
     """Reads how many experts all tokens share; they are one MLP, so many times wider.
 
     Args:
       default: What transformers takes where the file does not say.
+      count: The field.
     """
-    count, width = "n_shared_experts", "moe_intermediate_size"
+    width = "moe_intermediate_size"
 
     def read(fields):
         shared = fields[count]

@@ -38,13 +38,13 @@ def attention_bias(default: bool = False, *, out: bool = True) -> dict[str, Fiel
     return {"attention_bias": Field(default, both if out else None)}
 
 
-def qk_norm_switch(field: str, kind: str) -> FieldTransform:
+def qk_norm_switch(field: str, kind: str, *, default: bool = False) -> FieldTransform:
     """Reads the field that says whether queries and keys are normed, as `kind`."""
     return FieldTransform(
         (field,),
         lambda fields: {"qk_norm": kind if fields[field] else None},
         lambda config: {field: config.qk_norm is not None},
-        {field: False},
+        {field: default},
     )
 
 

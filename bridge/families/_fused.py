@@ -37,3 +37,31 @@ def fused_qkv(config: DecoderConfig, source: str) -> Rules:
             ),
         )
     return rules
+
+
+def qkv_in_turn(config: DecoderConfig, source: str) -> Rules:
+    """The rows of all queries, then those of k, then those of v.
+
+    Args:
+      config: The model.
+      source: Name of the projection in the file.
+    """
+    rows = ("(heads head_dim)", *("(kv_heads head_dim)",) * 2)
+    heads = ("heads head_dim", *("kv_heads head_dim",) * 2)
+    pairs = tuple(zip(rows, heads, strict=True))
+    rules = (
+        Rule(
+            f"{source}.weight",
+            tuple(f"{leaf}.kernel" for leaf in _LEAVES),
+            tuple(f"{rows} embed -> embed {heads}" for rows, heads in pairs),
+        ),
+    )
+    if config.attention_bias:
+        rules += (
+            Rule(
+                f"{source}.bias",
+                tuple(f"{leaf}.bias" for leaf in _LEAVES),
+                tuple(f"{rows} -> {heads}" for rows, heads in pairs),
+            ),
+        )
+    return rules

@@ -31,6 +31,8 @@ TYPES = tuple(kind for kind in NEEDED if kind not in ("ntk_alpha", "proportional
 """Types of rope that transformers computes for every family of one rope."""
 # Names of types that became others, and a key that became `rope_type`.
 _ALIASES = {"su": "longrope"}
+_UNSAID: Any = object()
+"""Stands for a field that the file does not have, where null means something."""
 
 
 def rope(
@@ -40,6 +42,7 @@ def rope(
     types: tuple[str, ...] = TYPES,
     interleaved: bool = False,
     interleave_field: str | None = None,
+    clockwise: bool = False,
     names: tuple[str, str] = _BESIDE,
     original_length: int | None = None,
     absent: Fields | None = None,
@@ -53,6 +56,7 @@ def rope(
       types: The types of rope that the family has.
       interleaved: Whether the family's pairs are neighbours.
       interleave_field: The field of the file that says so instead.
+      clockwise: Whether the family's pairs turn the other way.
       names: Names of base and factor beside the rope, where transformers reads others
         than `rope_theta` and `partial_rotary_factor`; those are refused then.
       original_length: What a family takes for `original_max_position_embeddings` if
@@ -76,7 +80,8 @@ def rope(
         if partial is None:
             _check_whole(value)
         _check_type(value, types)
-        return {"rope": dataclasses.replace(value, interleaved=pairs)}
+        turned = {"interleaved": pairs, "clockwise": clockwise}
+        return {"rope": dataclasses.replace(value, **turned)}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rope is not None
@@ -97,7 +102,8 @@ def rope(
 def rope_of_dims(theta: float) -> FieldTransform:
     """Reads and writes one rope, of which `rotary_dim` may be the number of dims.
 
-    A factor wins over it, as in transformers.
+    A factor wins over it, as in transformers. There a factor of null does too, and
+    means whole heads; other readers take it for none, so it is refused.
 
     Args:
       theta: As for `rope`.
@@ -105,15 +111,22 @@ def rope_of_dims(theta: float) -> FieldTransform:
     base, name = rope(theta, partial=1.0), "rotary_dim"
 
     def read(fields: Fields) -> dict[str, Any]:
-        factor = fields["partial_rotary_factor"]
-        if factor is None and fields[name] is not None:
-            factor = fields[name] / fields["head_dim"]
+        factor, dims = fields["partial_rotary_factor"], fields[name]
+        if factor is _UNSAID:
+            factor = None if dims is None else dims / fields["head_dim"]
+        elif factor is None and dims not in (None, fields["head_dim"]):
+            raise ValueError(
+                f"partial_rotary_factor = None beside {name} = {dims}: transformers "
+                f"rotates all {fields['head_dim']} dims of a head then, other readers "
+                f"{dims}; remove partial_rotary_factor, or set it to the part that is "
+                "rotated"
+            )
         return base.read({**fields, "partial_rotary_factor": factor})
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {**base.write(config), name: config.rope_dim}
 
-    said = {**base.defaults, name: None, "partial_rotary_factor": None}
+    said = {**base.defaults, name: None, "partial_rotary_factor": _UNSAID}
     return FieldTransform(tuple(said), read, write, said)
 
 

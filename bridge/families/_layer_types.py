@@ -185,6 +185,23 @@ def mixer_types(
     return FieldTransform(tuple(defaults), read, write, defaults)
 
 
+def sliding_or_full(
+    absent: Callable[[Fields], list[str]], others: Mapping[str, Any] | None = None
+) -> FieldTransform:
+    """Reads the type of each layer, which slides or attends to all.
+
+    Args:
+      absent: Types of the layers where the file has no `layer_types`.
+      others: Fields that `absent` reads, with their defaults.
+    """
+    return mixer_types({SLIDING: SLIDING}, absent, others)
+
+
+def first_of_four_full(fields: Fields) -> list[str]:
+    """Returns types of layers of which every fourth, from the first on, is full."""
+    return [SLIDING if i % 4 else FULL for i in range(fields["num_hidden_layers"])]
+
+
 def _check_all_full(layer_types: Any, layers: int) -> None:
     if layer_types is None:
         return
@@ -272,13 +289,13 @@ def first_dense_or_by_type(default: int) -> FieldTransform:
     return FieldTransform((name, count), read, write, {name: None, count: default})
 
 
-def _dense_by_type() -> FieldTransform:
+def _dense_by_type(default: tuple[int, ...] = (0,)) -> FieldTransform:
     name, dense, sparse = "mlp_layer_types", "dense", "sparse"
 
     def read(fields: Fields) -> dict[str, Any]:
         count, given = fields["num_hidden_layers"], fields[name]
         if given is None:
-            return {"dense_layers": (0,)}
+            return {"dense_layers": default}
         if len(given) != count or set(given) - {dense, sparse}:
             raise ValueError(
                 f"{name} = {given!r}: {dense!r} or {sparse!r} for each of the {count} "
@@ -295,6 +312,9 @@ def _dense_by_type() -> FieldTransform:
 
 DENSE_BY_TYPE = _dense_by_type()
 """Each layer is said to be dense or sparse; by default the first alone is dense."""
+
+SPARSE_BY_TYPE = _dense_by_type(())
+"""The same, where all layers are sparse by default."""
 
 
 def _dense_by_step() -> FieldTransform:

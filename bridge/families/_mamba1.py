@@ -50,7 +50,7 @@ def mamba1(config: DecoderConfig, at: str = "mamba.") -> Rules:
     ]
     if sizes.proj_bias:
         rules.append(split_rule(f"{at}in_proj.bias", into, "bias", (own, own)))
-    if sizes.norm:
+    if sizes.norm and sizes.norm_scale:
         rules += [
             Rule(f"{at}{name}_layernorm.weight", f"{to}{ours}_norm.scale", layout)
             for name, ours, layout in (

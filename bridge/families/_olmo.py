@@ -14,10 +14,11 @@ FIELDS = {
 }
 CONSTANTS = {"norm": "rms_wide", "norm_placement": "post", "qk_norm": "full"}
 FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
-_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+"""Norms of a layer, by their names in files."""
 
 
 def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer with its two norms."""
     del kind
-    return attention(config) + mlp(config) + norms({name: name for name in _NORMS})
+    return attention(config) + mlp(config) + norms({name: name for name in NORMS})

@@ -14,22 +14,16 @@ from bridge.families._blocks import (
 )
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, tokens
+from bridge.families._fused import qkv_in_turn
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import window_of_all
 from bridge.models import DecoderConfig, LayerKind
-from bridge.rules._rules import Rule
 
 
 def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     del kind
-    kv = "(kv_heads head_dim) embed -> embed kv_heads head_dim"
-    qkv = Rule(
-        "self_attn.qkv_proj.weight",
-        tuple(f"self_attn.{name}_proj.kernel" for name in "qkv"),
-        ("(heads head_dim) embed -> embed heads head_dim", kv, kv),
-    )
-    parts = attention_out(config), fused_gate_up(config), norms(PRE_NORMS)
-    return (qkv, *(rule for part in parts for rule in part))
+    qkv = qkv_in_turn(config, "self_attn.qkv_proj")
+    return qkv + attention_out(config) + fused_gate_up(config) + norms(PRE_NORMS)
 
 
 FAMILY = Family(

@@ -8,7 +8,12 @@ from bridge.formats._source import Source, open_checkpoint
 from bridge.formats._torch_dtypes import DTYPES
 from bridge.formats.quantized._decode import decode_quantized
 from bridge.hf._config import find_family, from_hf_config, read_config_file
-from bridge.hf._published_names import FamilyNames, describe, family_names
+from bridge.hf._published_names import (
+    FamilyNames,
+    describe,
+    family_names,
+    nearest_mapping,
+)
 from bridge.hf._text_part import is_multimodal, quantization_of
 from bridge.hf._tied_head import check_tied_head, head_of
 from bridge.models import DecoderConfig
@@ -77,11 +82,12 @@ def open_hf(
     config = config or from_hf_config(fields)
     stored = decode_quantized(source, quantization_of(fields), DTYPES[config.dtype])
     family = find_family(config.model_type)
+    multimodal, ways = is_multimodal(fields), family.mappings(config)
     named = family_names(
         stored,
-        family.mapping_for(config, stored.keys()),
+        nearest_mapping(stored.keys(), ways, config, multimodal=multimodal),
         config,
-        multimodal=is_multimodal(fields),
+        multimodal=multimodal,
         quantized=stored is not source,
     )
     _warn_of_other_tensors(stored, named)

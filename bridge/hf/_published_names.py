@@ -75,6 +75,30 @@ def family_names(
     return FamilyNames(renamed(source, kept), others, tuple(zero))
 
 
+def nearest_mapping(
+    keys: Collection[str],
+    mappings: Collection[WeightMapping],
+    config: DecoderConfig,
+    *,
+    multimodal: bool = False,
+) -> WeightMapping:
+    """Returns the mapping whose names are the most like the published ones.
+
+    Args:
+      keys: Published names of all tensors of a model.
+      mappings: The ways in which the family names its tensors.
+      config: The model.
+      multimodal: Whether names of other parts than the text part are left out.
+    """
+
+    def unlike(mapping: WeightMapping) -> tuple[int, int]:
+        expected = mapping.by_source().keys()
+        names = names_in_family(keys, mapping, config, multimodal=multimodal)
+        return len({*names.values()} ^ expected), len({*keys} ^ expected)
+
+    return min(mappings, key=unlike)
+
+
 def names_in_family(
     keys: Iterable[str],
     mapping: WeightMapping,

@@ -25,7 +25,11 @@ _WITHOUT = frozenset(
     | {"glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "granitemoehybrid"}
     | {"granitemoeshared", "internlm3", "lfm2", "llama4_text", "mamba", "mamba2"}
     | {"minimax_m2", "nemotron_h", "olmoe", "qwen3_5_moe_text", "deepseek_v32"}
-    | {"gemma3n_text", "gemma4_text", "glm_moe_dsa", "lfm2_moe"}
+    | {"gemma3n_text", "gemma4_text", "glm_moe_dsa", "lfm2_moe", "cwm", "vaultgemma"}
+    | {"youtu", "exaone", "hyperclovax", "iquestcoder", "jais2", "granite_swa"}
+    | {"granitemoe_swa", "solar_open", "sarvam_moe", "sarvam_mla", "mellum"}
+    | {"exaone_moe", "flex_olmo", "hy_v3", "afmoe", "bamba", "nanochat"}
+    | {"falcon_mamba"}
 )
 
 

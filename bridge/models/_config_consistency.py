@@ -130,7 +130,8 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("moe.expert_bias: only gated experts have biases")
     if config.tie_word_embeddings and config.head_bias:
         wrong.append("head_bias: a tied output projection has none")
-    if not config.norm_scale and (config.norm_bias or config.qk_norm or config.mla):
+    scaled = config.norm_bias or config.qk_norm not in (None, "l2") or config.mla
+    if not config.norm_scale and scaled:
         wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
     if config.attention_gate and config.mla:
         wrong.append("attention_gate: latent attention has none")

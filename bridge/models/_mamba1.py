@@ -62,7 +62,9 @@ class Mamba1(RecurrentMixer):
         def norm(shape: tuple[int, ...]) -> Norm | None:
             if not sizes.norm:
                 return None
-            return Norm(shape, "rms", config.norm_eps, param_dtype=param_dtype)
+            epsilon = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+            scale = {"scale": sizes.norm_scale, "param_dtype": param_dtype}
+            return Norm(shape, "rms", epsilon, **scale)
 
         self.step_norm, self.b_norm, self.c_norm = norm(rank), norm(state), norm(state)
         self.dt_proj = linear(rank, channels, bias=True)

@@ -18,6 +18,8 @@ class Mamba1Config:
       proj_bias: Whether the projections into the mixer and back have biases.
       norm: Whether the vector of time steps and both projections of the state are
         normed.
+      norm_scale: Whether these norms multiply by a scale.
+      norm_eps: Epsilon of these norms; None for the decoder's.
 
     Raises:
       ValueError: If a field has an invalid value.
@@ -33,6 +35,8 @@ class Mamba1Config:
     conv_bias: bool = True
     proj_bias: bool = False
     norm: bool = False
+    norm_scale: bool = True
+    norm_eps: float | None = None
 
     def __post_init__(self):
         """Validates the sizes."""

@@ -35,9 +35,8 @@ def rope_tables(
     frequencies = _frequencies_of_text(rope, dim, positions)
     angles = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies)
     scale = _factor_of_text(rope, positions)
-    return (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(
-        dtype
-    )
+    sin = -jnp.sin(angles) if rope.clockwise else jnp.sin(angles)
+    return (jnp.cos(angles) * scale).astype(dtype), (sin * scale).astype(dtype)
 
 
 def _frequencies_of_text(

@@ -37,6 +37,7 @@ class RopeConfig:
       partial_rotary_factor: Fraction of a head's dims that is rotated.
       interleaved: Whether a pair is two adjacent dims of a head; otherwise the two
         are half of the rotated dims apart.
+      clockwise: Whether pairs turn the other way, by the negative angle.
       factor: Ratio of the context length to that of pre-training.
       alpha: `ntk_alpha`: ratio of the context length, to which the base is adapted.
       low_freq_factor: `llama3`: divisor of the original length that gives the
@@ -72,6 +73,7 @@ class RopeConfig:
     rope_type: RopeType = "default"
     partial_rotary_factor: float = 1.0
     interleaved: bool = False
+    clockwise: bool = False
     factor: float | None = None
     alpha: float | None = None
     low_freq_factor: float | None = None

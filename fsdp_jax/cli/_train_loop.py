@@ -135,7 +135,24 @@ def run_steps(
       RuntimeError: If the callback raises.
       NotSavedError: If the last save failed.
       SystemExit: After SIGTERM, with status 143, when the current step is saved.
+      KeyboardInterrupt: As it came, once it is said which step is saved.
     """
+    try:
+        _run_all(run, plan, tx, make_state, batches)
+    except KeyboardInterrupt:
+        step = fsdp.latest_step(run.save)
+        found = "no step is" if step is None else f"step {step} is the newest"
+        say(f"interrupted: {found} in {run.save}; the same command goes on from it")
+        raise
+
+
+def _run_all(
+    run: Run,
+    plan: fsdp.Plan,
+    tx: optax.GradientTransformation,
+    make_state: Callable[[], fsdp.TrainState],
+    batches: Batches,
+) -> None:
     with run.open_checkpointer() as checkpointer:
         before = None if run.before is None else run.before.digest
         state = _resume_locally(run, checkpointer, plan, tx, batches)

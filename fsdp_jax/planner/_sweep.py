@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+
 from fsdp_jax._report import Grid, format_bytes, html_document, html_page
 from fsdp_jax.planner._accuracy import overlap, seconds_range
 from fsdp_jax.planner._plot_sweep import Bar, draw_sweep
@@ -161,12 +163,15 @@ def _equal(sweep: Sweep) -> list[str]:
 
 
 def _advice(sweep: Sweep) -> str:
-    if sweep.recommended is None:
-        return (
-            "recommended: none of these fits. Use more GPUs or shorter rows, or keep "
-            "less for backward: remat_policy=nothing_saveable, --remat nothing."
-        )
-    return f"recommended: {sweep.recommended}"
+    if sweep.recommended is not None:
+        return f"recommended: {sweep.recommended}"
+    policies = {found.plan.config.remat_policy for found in sweep.estimates.values()}
+    less = ", or keep less for backward: remat_policy=nothing_saveable, --remat nothing"
+    tried = jax.checkpoint_policies.nothing_saveable in policies
+    return (
+        "recommended: none of these fits. Use more GPUs, or fewer or shorter rows for "
+        f"each{'' if tried else less}."
+    )
 
 
 def _ties(sweep: Sweep) -> list[str]:

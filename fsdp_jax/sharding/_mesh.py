@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
@@ -61,8 +62,8 @@ def make_mesh(
       `dp_shard`, `ep`, `cp` and `tp`.
 
     Raises:
-      ValueError: If the product of the sizes is not the number of devices, or there are
-        none.
+      ValueError: If the product of the sizes is not the number of devices, a size is no
+        whole number, or there are no devices.
 
     Examples:
       >>> dict(fsdp.make_mesh(dp_outer=2).shape)  # on 8 devices
@@ -135,6 +136,8 @@ def check_axes(
 
 def _fill_in(asked: dict[str, int], available: int) -> dict[str, int]:
     shown = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    if any(not isinstance(size, int | np.integer) for size in asked.values()):
+        raise ValueError(f"Cannot make a mesh of {shown}: sizes are whole numbers.")
     bad = [axis for axis, size in asked.items() if size < 1 and size != -1]
     open_axes = [axis for axis, size in asked.items() if size == -1]
     if bad or len(open_axes) > 1:

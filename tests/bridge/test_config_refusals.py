@@ -9,21 +9,23 @@ from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields
 import bridge
 
 TURNED_IN_PART = {
+    *("sarvam_moe", "solar_open", "bamba"),
     *("phi", "phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"),
     *("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 }
 # Whose files do not have the field: learned positions, ALiBi, no positions, no
 # attention, or another field in its place.
 WITHOUT_FACTOR = {
-    *("gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba", "mamba2", "jamba")
+    *("gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba", "mamba2", "jamba"),
+    *("gpt_neo", "falcon_mamba"),
 }
 # Whose layers of each kind have a rope of their own: the field beside is not read.
-BY_LAYER_TYPE = {"gemma4_text"}
+BY_LAYER_TYPE = {"gemma4_text", "mellum"}
 NOT_WHOLE = TURNED_IN_PART | WITHOUT_FACTOR | BY_LAYER_TYPE
 # Whose attention has no positions, so that the field changes no number.
 NOTHING_TO_TURN = {
     *("bloom", "gpt2", "gpt_bigcode", "jamba", "mamba", "mamba2", "mpt", "nemotron_h"),
-    "opt",
+    *("opt", "gpt_neo", "falcon_mamba"),
 }
 WITHOUT_POSITIONS = {"granitemoehybrid", *NOTHING_TO_TURN}
 WHOLE = [

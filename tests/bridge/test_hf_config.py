@@ -214,7 +214,11 @@ def test_a_config_of_any_family_survives_json(variant):
     assert hash(config) == hash(bridge.from_hf_config(fields))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# Whose files no transformers 4 reads.
+OF_FIVE = {"mellum"}
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in OF_FIVE])
 def test_transformers_4_reads_the_same_as_5(variant):
     config = bridge.from_hf_config(hf_fields(variant))
     fields = bridge.to_hf_config(config)

@@ -288,6 +288,7 @@ def test_a_model_that_megatron_has_not_is_refused_with_the_reason(variant):
         ("gpt_oss", {"moe.swiglu_alpha": 1.5}, ["moe.swiglu_alpha = 1.5", "1.702"]),
         ("deepseek_v3", {"rope.truncate": False}, ["rope.truncate = False"]),
         ("qwen2-yarn", {"rope.attention_factor": 1.3}, ["rope.attention_factor = 1.3"]),
+        ("llama", {"rope.clockwise": True}, ["rope.clockwise = True"]),
         ("deepseek_v3", {"rope.mscale": None}, ["rope.mscale", "mscale_all_dim"]),
         ("deepseek_v3", {"rope.interleaved": False}, ["rope.interleaved = False", "1"]),
         (

@@ -19,7 +19,7 @@ DEEPER = 3
 
 def deeper(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields of a model of the same layers several times over."""
-    names = {"num_hidden_layers", "n_layer", "n_layers"}
+    names = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
     (name,) = names & set(fields)
     layers = fields[name]
     # Falcon-H1's two multipliers of an MLP are no list of its two layers.
@@ -28,6 +28,8 @@ def deeper(fields: dict[str, Any]) -> dict[str, Any]:
         for key, value in fields.items()
         if isinstance(value, list) and len(value) == layers and "multip" not in key
     }
+    if groups := fields.get("attention_types"):  # of GPT-Neo
+        listed["attention_types"] = groups * DEEPER
     return {**fields, **listed, name: layers * DEEPER}
 
 

@@ -80,7 +80,7 @@ def fake_step(monkeypatch):
 
         def step(state, batch):
             loss = next(remaining)
-            if isinstance(loss, Exception):
+            if isinstance(loss, BaseException):
                 raise loss
             state = dataclasses.replace(state, step=state.step + 1)
             numbers = {"loss": np.float32(loss), "grad_norm": np.float32(1)}

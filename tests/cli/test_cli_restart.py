@@ -168,6 +168,20 @@ def test_a_damaged_newest_step_is_set_aside_and_made_again(
     assert fsdp.checkpoint.verify(run, step=3) and fsdp.checkpoint.verify(run, step=4)
 
 
+def test_an_interrupted_run_says_which_step_is_saved(
+    llama, text, tmp_path, fake_step, capsys
+):
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--save-every", "1"]
+    argv += ["--seq", "16", "--save", str(tmp_path / "run"), "--steps", "9"]
+    fake_step(KeyboardInterrupt())
+    assert main(argv) == 130
+    assert f"interrupted: no step is in {tmp_path / 'run'};" in capsys.readouterr().err
+    fake_step(5, 4, KeyboardInterrupt())
+    assert main(argv) == 130
+    said = f"interrupted: step 2 is the newest in {tmp_path / 'run'};"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "change, says",
     [

@@ -146,9 +146,11 @@ def test_what_an_audit_finds_is_a_table_of_sentences(square):
 # A sweep
 
 
-def estimate(seconds: float, size: int, tokens: int | None = 1000):
+def estimate(seconds: float, size: int, tokens: int | None = 1000, remat=None):
     """What a sweep looks at, without a compiler: the numbers of an estimate."""
+    config = types.SimpleNamespace(remat_policy=remat)
     return types.SimpleNamespace(
+        plan=types.SimpleNamespace(config=config),
         timeline=types.SimpleNamespace(seconds=seconds),
         compiled_bytes=size,
         fits=size < 100,
@@ -186,5 +188,9 @@ def test_a_sweep_of_which_nothing_fits_recommends_nothing():
     assert sweep.recommended is None
     assert repr(sweep).splitlines()[-1].startswith("recommended: none of these fits")
     assert "DOES NOT FIT" in sweep._repr_html_() and "?" in sweep._repr_html_()
+    assert "nothing_saveable" in repr(sweep).splitlines()[-1]
+    nothing = estimate(3.0, 150, remat=jax.checkpoint_policies.nothing_saveable)
+    sweep = fsdp.planner.Sweep({**sweep.estimates, "c": nothing})
+    assert "nothing_saveable" not in repr(sweep).splitlines()[-1]
     with pytest.raises(ValueError, match=facts("Sweep", "0")):
         fsdp.planner.Sweep({})

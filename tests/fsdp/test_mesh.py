@@ -71,6 +71,7 @@ def test_a_mesh_has_the_devices_it_is_given():
         ({"dp_outer": 0}, ["dp_outer=0, dp_shard=-1", "1"]),
         ({"dp_shard": -2}, ["dp_shard=-2", "1"]),
         ({"dp_outer": -1}, ["dp_outer=-1, dp_shard=-1", "-1"]),
+        ({"tp": 2.0}, ["dp_shard=-1, tp=2.0"]),
     ],
 )
 def test_sizes_that_do_not_fit_are_an_error_with_the_numbers(asked, says):

@@ -119,6 +119,8 @@ def _read_latent(fields: Fields) -> RopeConfig:
 
 def _write_positions(config: DecoderConfig) -> dict[str, Any]:
     rope = config.rope
+    if rope is not None and rope.clockwise:
+        raise ValueError("rope.clockwise = True: its ropes turn the other way")
     if config.mla is not None:
         assert rope is not None
         return _write_latent(rope)
