@@ -46,6 +46,7 @@ class Exchange:
       room: Number of rows after the exchange, the maximum that all ranks send to one.
       groups: Ranks of each group that exchanges rows within itself; None for all. Other
         counts of ranks then mean those of a group.
+      again: Whether another exchange of the same row counts is in the same pass.
     """
 
     axis: str
@@ -53,6 +54,7 @@ class Exchange:
     most: int
     room: int
     groups: Groups | None = None
+    again: bool = False
 
     @property
     def reversed(self) -> Exchange:
@@ -124,7 +126,7 @@ def _ragged(form: Exchange, rows: Array, *segments: Sizes) -> Array:
     there = Segments(*segments)
     return lax.ragged_all_to_all(
         rows,
-        jnp.zeros((form.room, rows.shape[-1]), rows.dtype),
+        _zeros(form, there, rows),
         _starts(there.sent),
         there.sent,
         there.places,
@@ -132,6 +134,16 @@ def _ragged(form: Exchange, rows: Array, *segments: Sizes) -> Array:
         axis_name=form.axis,
         axis_index_groups=form.groups,
     )
+
+
+def _zeros(form: Exchange, there: Segments, rows: Array) -> Array:
+    """Returns what received rows are written into.
+
+    Each exchange has zeros that are a value of its own: those of a constant are one
+    array for all, of which XLA makes a copy for each, twice the traffic of a fill.
+    """
+    never = there.received[0] == (-2 if form.again else -1)
+    return jnp.full((form.room, rows.shape[-1]), never.astype(rows.dtype))
 
 
 def _padded(form: Exchange, rows: Array, *segments: Sizes) -> Array:

@@ -52,7 +52,8 @@ def _forward(dispatch_dtype, route, out, weights):
 def _backward(dispatch_dtype, residuals, grad: Tokens):
     route, out, weights = residuals
     direct, wide = route.direct, jnp.promote_types(out.dtype, jnp.float32)
-    grads = send(route, grad, dispatch_dtype).astype(wide)
+    # The tokens are sent there too, where the layer is computed again.
+    grads = send(route, grad, dispatch_dtype, again=True).astype(wide)
     scales = direct.there(direct.flat(weights.astype(wide)))
     products = (out.astype(wide) * grads).sum(-1, keepdims=True)
     of_weights = direct.by_token(direct.back(products))[..., 0]

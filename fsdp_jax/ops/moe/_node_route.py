@@ -50,10 +50,11 @@ class NodeRoute:
     nodes: Nodes = dataclasses.field(metadata={"static": True})
     form: Exchange = dataclasses.field(metadata={"static": True})
 
-    def there(self, rows: Rows) -> Rows:
+    def there(self, rows: Rows, *, again: bool = False) -> Rows:
         """Sends tokens to the experts that they chose, sorted by expert."""
         rows = repeat_rows(rows, self.token, self.sent_rows)
-        rows = exchange(self.form, self.there_sizes, self.back_sizes, rows)
+        form = dataclasses.replace(self.form, again=again)
+        rows = exchange(form, self.there_sizes, self.back_sizes, rows)
         rows = repeat_rows(rows, self.row, self.slots)
         rows = self.nodes.all_to_all(rows, self.nodes.within)
         index, local, node, capacity = self._dims

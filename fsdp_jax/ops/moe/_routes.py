@@ -38,8 +38,13 @@ class Route(Protocol):
         """Returns rows by the token that they belong to."""
         ...
 
-    def there(self, rows: Rows) -> Rows:
-        """Sends rows to the ranks of their experts."""
+    def there(self, rows: Rows, *, again: bool = False) -> Rows:
+        """Sends rows to the ranks of their experts.
+
+        Args:
+          rows: Rows of tokens, or of gradients.
+          again: Whether others are sent there in the same pass.
+        """
         ...
 
     def back(self, rows: Rows) -> Rows:
@@ -111,11 +116,12 @@ class RaggedRoute:
     def by_token(self, rows: Rows) -> Float[Array, "tokens chosen embed"]:
         return rows.reshape(-1, self.chosen, rows.shape[-1])
 
-    def there(self, rows: Rows) -> Rows:
+    def there(self, rows: Rows, *, again: bool = False) -> Rows:
         rows = rearrange(rows, self.order, self.inverse)
         if self.form is None:
             return rows
-        received = exchange(self.form, self.there_sizes, self.back_sizes, rows)
+        form = dataclasses.replace(self.form, again=again)
+        received = exchange(form, self.there_sizes, self.back_sizes, rows)
         # Received rows are sorted by source rank, then expert.
         return rearrange(received, self.by_expert, self.by_source)
 
@@ -168,7 +174,8 @@ class CapacityRoute:
     def by_token(self, rows: Rows) -> Float[Array, "tokens chosen embed"]:
         return rows.reshape(self.chosen, -1, rows.shape[-1]).swapaxes(0, 1)
 
-    def there(self, rows: Rows) -> Rows:
+    def there(self, rows: Rows, *, again: bool = False) -> Rows:
+        del again
         rows = rearrange(rows, self.item, self.slot)
         if self.ranks == 1:
             return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -32,7 +34,9 @@ def receive(
     return rows if ranks == 1 else checkpoint_name(rows, RECEIVED)
 
 
-def send(route: Route, x: Tokens, dispatch_dtype: jnp.dtype | None) -> Rows:
+def send(
+    route: Route, x: Tokens, dispatch_dtype: jnp.dtype | None, *, again: bool = False
+) -> Rows:
     """Sends each token to the experts that it chose.
 
     Tokens, and with `combine` the gradients of their sums, go there in this dtype. What
@@ -43,32 +47,34 @@ def send(route: Route, x: Tokens, dispatch_dtype: jnp.dtype | None) -> Rows:
       route: Route of the tokens.
       x: Tokens, or as many gradients.
       dispatch_dtype: float8_e4m3fn; None for the dtype of `x`.
+      again: Whether others are sent there in the same pass.
 
     Returns:
       Rows sorted by expert, in the dtype of `x`.
     """
     if dispatch_dtype is None:
-        return route.there(route.per_choice(x))
-    return _send_float8(route, x)
+        return route.there(route.per_choice(x), again=again)
+    return _send_float8(again, route, x)
 
 
-@jax.custom_vjp
-def _send_float8(route: Route, x: Tokens) -> Rows:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _send_float8(again: bool, route: Route, x: Tokens) -> Rows:
     """Rounds a token once, before it is repeated for its experts.
 
     What is sent are bytes: XLA could move the conversion of a float8 array across the
     collective, and then send more. One rank rounds as several do, so that the numbers
     do not depend on how many ranks share the experts.
     """
-    packed = route.there(route.per_choice(pack(x)))
+    packed = route.there(route.per_choice(pack(x)), again=again)
     return unpack(packed, x.shape[-1], x.dtype)
 
 
-def _forward(route, x):
-    return _send_float8(route, x), route
+def _forward(again, route, x):
+    return _send_float8(again, route, x), route
 
 
-def _backward(route, grad: Rows):
+def _backward(again, route, grad: Rows):
+    del again
     # As if tokens were not rounded. Sums of 16-bit numbers are taken in float32.
     return None, route.by_token(route.back(grad)).sum(1)
 
