@@ -117,6 +117,18 @@ def test_the_step_for_gpus_sends_the_rows_that_there_are(name):
         }
         away = TOKENS * CHOSEN * (EP - 1) / EP
         assert sent == {away * EMBED * 2, away * 4}
+        assert copied_targets(module) == []
+
+
+def copied_targets(module):
+    """Copies of zeros that rows are received in: a fill moves half the bytes."""
+    return [
+        source.name
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.opcode == "ragged-all-to-all-start"
+        and (source := computation.by_name[one.operands[1]]).opcode == "copy"
+    ]
 
 
 @pytest.mark.plan
