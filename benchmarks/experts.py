@@ -50,7 +50,9 @@ def olmoe(layers: int) -> DecoderConfig:
 def by_ragged_dot(multiply, x, kernel, group_sizes, expected_rows):
     """What `grouped_matmul` stands for, in the place of a layer's grouped product."""
     del multiply, expected_rows
-    return jax.lax.ragged_dot(x, kernel, jnp.asarray(group_sizes))
+    matrices = kernel.reshape(*kernel.shape[:2], -1)  # gate beside up
+    out = jax.lax.ragged_dot(x, matrices, jnp.asarray(group_sizes))
+    return out.reshape(len(x), *kernel.shape[2:])
 
 
 PRODUCTS = {"ragged_dot": by_ragged_dot, "grouped_matmul": moe._product}

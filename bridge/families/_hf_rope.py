@@ -61,7 +61,8 @@ def rope(
         than `rope_theta` and `partial_rotary_factor`; those are refused then.
       original_length: What a family takes for `original_max_position_embeddings` if
         it keeps that beside the rope and not in it; None if it does not.
-      absent: The rope of a file that says nothing of one; None means unscaled.
+      absent: The rope of a file that says nothing of one; None means unscaled. Where it
+        has a base, a `rope_theta` beside it is not read, and refused.
     """
     said = {**dict.fromkeys((*_ROPE_FIELDS, *names)), names[1]: partial}
     if interleave_field is not None:
@@ -77,6 +78,8 @@ def rope(
         beside = {ours: fields[name] for ours, name in zip(_BESIDE, names, strict=True)}
         value = read_rope({**fields, **beside}, defaults, absent or {})
         _check_beside(fields, value, names)
+        if absent and not (fields["rope_scaling"] or fields["rope_parameters"]):
+            _check_base(fields[names[0]], absent)
         if partial is None:
             _check_whole(value)
         _check_type(value, types)
@@ -293,6 +296,16 @@ def _check_beside(fields: Fields, rope: RopeConfig, names: tuple[str, str]) -> N
     ]
     if wrong:
         raise ValueError("\n".join(wrong))
+
+
+def _check_base(theta: float | None, absent: Fields) -> None:
+    """Refuses a base beside a default rope that has its own."""
+    base = absent.get("rope_theta")
+    if base is not None and theta not in (None, base):
+        raise ValueError(
+            f"rope_theta = {theta!r} without a rope: transformers takes its own, of base "
+            f"{base}; write the base into rope_parameters"
+        )
 
 
 def _check_type(rope: RopeConfig, types: tuple[str, ...]) -> None:

@@ -27,6 +27,7 @@ FAMILY = Family(
             1e6,
             absent={
                 "rope_type": "llama3",
+                "rope_theta": 1e6,
                 "factor": 16.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,

@@ -19,11 +19,11 @@ _ATTENTION = _POLICIES.save_only_these_names(RESIDUALS)
 # For jax neither a kernel of attention nor a loop over blocks of rows is a product; and
 # what came from other ranks would be sent again.
 _NAMED = _POLICIES.save_only_these_names(RESIDUALS, EXPERT_PRODUCT, RECEIVED)
-REMAT_POLICIES: dict[Remat, Callable[..., Any] | None] = {
+_DOTS = _POLICIES.dots_with_no_batch_dims_saveable
+_BUT_PADDED = _POLICIES.save_from_both_policies(_DOTS, _ATTENTION)
+_BY_NAME: dict[Remat, Callable[..., Any] | None] = {
     "all": None,
-    "dots": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _NAMED
-    ),
+    "dots": _POLICIES.save_from_both_policies(_DOTS, _NAMED),
     "attention": _ATTENTION,
     "offload": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=(),
@@ -33,4 +33,14 @@ REMAT_POLICIES: dict[Remat, Callable[..., Any] | None] = {
     ),
     "nothing": _POLICIES.nothing_saveable,
 }
-"""`remat_policy` of `FSDPConfig` by the value of the option."""
+
+
+def policy_of(remat: Remat, *, padded: bool = False) -> Callable[..., Any] | None:
+    """Returns the `remat_policy` of `FSDPConfig` for a value of the option.
+
+    Args:
+      remat: The value.
+      padded: Whether rows of experts are padded to the most that a rank may receive,
+        several times what it does: `dots` saves none of them.
+    """
+    return _BUT_PADDED if padded and remat == "dots" else _BY_NAME[remat]

@@ -103,6 +103,10 @@ class Routing:
                 "Pass the number of consecutive ranks on ep that a node has."
             )
 
+    def pads(self, mesh: Mesh) -> bool:
+        """Returns whether rows of experts are padded to the most a rank may receive."""
+        return self.capacity_factor is None and mesh.shape["ep"] > 1
+
     @property
     def dispatch(self) -> Dispatch:
         """Dispatch function of the decoder."""

@@ -12,7 +12,7 @@ import fsdp_jax as fsdp
 from bridge.models import WantedKernel
 from fsdp_jax.cli._context_parallel import CPForm
 from fsdp_jax.cli._options import Unset
-from fsdp_jax.cli._remat import REMAT_POLICIES, Remat
+from fsdp_jax.cli._remat import Remat, policy_of
 from fsdp_jax.sharding._pipeline_config import ScheduleName
 
 # Options that do nothing unless an axis of the mesh is larger than 1.
@@ -34,9 +34,10 @@ class Strategy:
       outer: State that dp_outer splits: 0 none (HSDP), 1 the optimizer's (HFSDP).
         Default 0.
       remat: Activations of a layer saved for backward: all, results of products with
-        weights, of fused attention and of what ranks send to each other (dots), the
-        outputs of attention over cp (attention), nothing but the layer's input, or that
-        in host memory (offload). Default dots; all where weights stay gathered.
+        weights, of fused attention and of what ranks send to each other (dots; of
+        experts over ep only with a capacity), the outputs of attention over cp
+        (attention), nothing but the layer's input, or that in host memory (offload).
+        Default dots; all where weights stay gathered.
       reshard: Frees the gathered weights of a layer after forward, and gathers them
         again for backward. Without it they are kept, as all activations must be.
       prefetch: Layers gathered ahead of the one that computes. Default 1; 0 where
@@ -119,12 +120,15 @@ class Strategy:
         if wrong:
             raise ValueError("; ".join(wrong) + ".")
 
-    def applied(self, config: fsdp.FSDPConfig, mesh: Mesh) -> fsdp.FSDPConfig:
+    def applied(
+        self, config: fsdp.FSDPConfig, mesh: Mesh, *, padded: bool = False
+    ) -> fsdp.FSDPConfig:
         """Returns a config with these options.
 
         Args:
           config: Config with all other fields.
           mesh: Device mesh.
+          padded: Whether rows of experts are padded, see `Routing.pads`.
 
         Raises:
           ValueError: If `remat` names outputs of attention that nothing computes.
@@ -140,7 +144,7 @@ class Strategy:
             config,
             zero_dp_strategy=self.zero,
             outer_dp_sharding_strategy=self.outer or 0,
-            remat_policy=REMAT_POLICIES[self.saved],
+            remat_policy=policy_of(self.saved, padded=padded),
             reshard_after_forward=self.reshard,
             pipeline=fsdp.PipelineConfig(
                 self.schedule or "1f1b", self.virtual_stages or 1

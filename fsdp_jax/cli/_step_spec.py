@@ -137,8 +137,8 @@ class StepSpec:
 
     def _on(self, mesh: Mesh):
         """Returns the plan on `mesh`, the loss, and an abstract batch."""
-        sharding = self._sharding(mesh)
         if isinstance(self.model, UserModel):
+            sharding = self._sharding(mesh, padded=False)
             return self.model.plan(mesh, sharding), self.model.loss, self.model.batch
         cp, tp, stages = (mesh.shape[axis] for axis in ("cp", "tp", "pp"))
         check_rows(self.seq, tp, cp)
@@ -154,7 +154,7 @@ class StepSpec:
         plan = plan_decoder(
             self.model,
             mesh,
-            sharding,
+            self._sharding(mesh, padded=routing.pads(mesh)),
             routing,
             prefetch=self.strategy.num_ahead,
             unroll=self.strategy.unroll,
@@ -173,11 +173,11 @@ class StepSpec:
         check_batch_parts(parts, rows, self.microbatches, mesh)
         return plan, loss_of(fused=self.fused_loss), abstract_rows(rows, self.seq, cp)
 
-    def _sharding(self, mesh: Mesh) -> fsdp.FSDPConfig:
+    def _sharding(self, mesh: Mesh, *, padded: bool) -> fsdp.FSDPConfig:
         dtype = jnp.dtype(self.param_dtype)
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, grad_comm_dtype=dtype)
         sharding = fsdp.FSDPConfig(mp_policy=policy, prefetch=self.strategy.num_ahead)
-        sharding = self.strategy.applied(sharding, mesh)
+        sharding = self.strategy.applied(sharding, mesh, padded=padded)
         precision = Precision(
             self.param_dtype,
             self.param_gather,

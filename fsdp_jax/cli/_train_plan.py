@@ -49,11 +49,11 @@ def plan_run(
     """
     check_rows(config.data.seq, mesh.shape["tp"], mesh.shape["cp"])
     config.routing.check(origin.config)
-    precision = config.precision
+    precision, padded = config.precision, config.routing.pads(mesh)
     plan = plan_decoder(
         origin.config,
         mesh,
-        strategy.applied(_sharding(config, origin, offload), mesh),
+        strategy.applied(_sharding(config, origin, offload), mesh, padded=padded),
         config.routing,
         prefetch=strategy.num_ahead,
         unroll=strategy.unroll,

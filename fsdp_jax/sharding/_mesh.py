@@ -63,7 +63,7 @@ def make_mesh(
 
     Raises:
       ValueError: If the product of the sizes is not the number of devices, a size is no
-        whole number, or there are no devices.
+        integer, or there are no devices.
 
     Examples:
       >>> dict(fsdp.make_mesh(dp_outer=2).shape)  # on 8 devices
@@ -137,7 +137,7 @@ def check_axes(
 def _fill_in(asked: dict[str, int], available: int) -> dict[str, int]:
     shown = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
     if any(not isinstance(size, int | np.integer) for size in asked.values()):
-        raise ValueError(f"Cannot make a mesh of {shown}: sizes are whole numbers.")
+        raise ValueError(f"Cannot make a mesh of {shown}: each size is an integer.")
     bad = [axis for axis, size in asked.items() if size < 1 and size != -1]
     open_axes = [axis for axis, size in asked.items() if size == -1]
     if bad or len(open_axes) > 1:

@@ -17,6 +17,7 @@ from bridge.models._moe import EXPERT_PRODUCT
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import fused_next_token_loss
 from fsdp_jax.cli._remat import Remat
+from fsdp_jax.cli._routing import Routing
 from fsdp_jax.cli._schedule_search import settings_of, with_settings
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli.commands._plan import Plan
@@ -34,10 +35,10 @@ CONFIG = DecoderConfig(
 )
 
 
-def step_of(remat: Remat):
+def step_of(remat: Remat, *, padded: bool = False):
     """The trace of a step with experts over four ranks."""
     mesh = fsdp.make_mesh(ep=4)
-    config = Strategy(remat=remat).applied(fsdp.FSDPConfig(), mesh)
+    config = Strategy(remat=remat).applied(fsdp.FSDPConfig(), mesh, padded=padded)
     plan, tx = plan_decoder(CONFIG, mesh, config), optax.sgd(0.1)
     step = fsdp.make_train_step(plan, fused_next_token_loss, tx)
     batch = jax.ShapeDtypeStruct((8, 17), jnp.int32)
@@ -51,6 +52,25 @@ def test_tokens_that_were_sent_and_products_of_experts_are_saved_with_dots():
     for primitive in ("all_to_all", "ragged_dot_general"):
         counts = {r: counted(r, primitive) for r in ("all", "dots", "nothing")}
         assert counts["dots"] == counts["all"] < counts["nothing"], primitive
+
+
+def test_rows_that_are_padded_are_not_saved_with_dots():
+    steps = {
+        "dots": step_of("dots"),
+        "padded": step_of("dots", padded=True),
+        "nothing": step_of("nothing"),
+    }
+    for primitive in ("all_to_all", "ragged_dot_general"):
+        counts = {name: sum(counts_of(s, primitive)) for name, s in steps.items()}
+        assert counts["dots"] < counts["padded"] == counts["nothing"], primitive
+    dots = {name: sum(counts_of(s, "dot_general")) for name, s in steps.items()}
+    assert dots["dots"] <= dots["padded"] < dots["nothing"]  # one of what is sent again
+
+
+def test_rows_of_experts_are_padded_over_ep_without_a_capacity():
+    over_ep = fsdp.make_mesh(ep=2)
+    assert Routing().pads(over_ep) and not Routing().pads(fsdp.make_mesh())
+    assert not Routing(capacity_factor=1.0).pads(over_ep)
 
 
 def test_dots_are_the_default_unless_weights_stay_gathered():
