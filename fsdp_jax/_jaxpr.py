@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 
@@ -24,4 +25,15 @@ def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
         # The original names of arguments and results need not fit the new ones.
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
-    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))
+    evaluate = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))
+    literals = {
+        place: np.asarray(v.val, v.aval.dtype)
+        for place, v in enumerate(jaxpr.outvars)
+        if isinstance(v, core.Literal)
+    }
+    if not literals:
+        return evaluate
+    # A literal is evaluated to a Python scalar, which has no dtype.
+    return lambda *given: [
+        literals.get(place, result) for place, result in enumerate(evaluate(*given))
+    ]

@@ -72,6 +72,8 @@ CASES = {
     "keys of earlier layers over dp": Case("gemma4-small", {"dp_shard": 2}),
     "streams over tp": Case("gemma3n", {"tp": 2}, EVEN),
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
+    # Whose layers all read one constant, whether heads turn.
+    "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }
 
 
