@@ -303,8 +303,8 @@ def _check_base(theta: float | None, absent: Fields) -> None:
     base = absent.get("rope_theta")
     if base is not None and theta not in (None, base):
         raise ValueError(
-            f"rope_theta = {theta!r} without a rope: transformers takes its own, of base "
-            f"{base}; write the base into rope_parameters"
+            f"rope_theta = {theta!r} without a rope: transformers takes its own, of "
+            f"base {base}; write yours into rope_parameters"
         )
 
 
