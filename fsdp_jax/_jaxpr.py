@@ -26,9 +26,10 @@ def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
     evaluate = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))
+    results: list[Any] = list(jaxpr.outvars)
     literals = {
         place: np.asarray(v.val, v.aval.dtype)
-        for place, v in enumerate(jaxpr.outvars)
+        for place, v in enumerate(results)
         if isinstance(v, core.Literal)
     }
     if not literals:
