@@ -26,10 +26,9 @@ def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
         debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
     evaluate = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, closed.consts))
-    results: list[Any] = list(jaxpr.outvars)
     literals = {
-        place: np.asarray(v.val, v.aval.dtype)
-        for place, v in enumerate(results)
+        place: _as_array(v)
+        for place, v in enumerate(jaxpr.outvars)
         if isinstance(v, core.Literal)
     }
     if not literals:
@@ -38,3 +37,7 @@ def function_of(closed, invars, outvars, eqns) -> Callable[..., Sequence[Any]]:
     return lambda *given: [
         literals.get(place, result) for place, result in enumerate(evaluate(*given))
     ]
+
+
+def _as_array(literal: Any) -> np.ndarray:
+    return np.asarray(literal.val, literal.aval.dtype)
