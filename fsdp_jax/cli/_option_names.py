@@ -7,6 +7,8 @@ import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 
+from fsdp_jax.sharding._mesh import AXES
+
 # Of transformers, TRL, torchtitan, Megatron-LM and accelerate.
 _OTHER_NAMES = {
     "adam-beta1": "b1",
@@ -63,6 +65,10 @@ _OTHER_NAMES = {
 }
 
 
+_AXES = {axis.replace("_", "-"): axis for axis in AXES}
+"""Axes of a mesh as options: `train` has one for each, `plan` one for all."""
+
+
 def suggestions(words: Sequence[str], commands: Mapping[str, type]) -> Iterator[str]:
     """Yields a line for a mistyped command, or each option that has another name.
 
@@ -83,8 +89,13 @@ def suggestions(words: Sequence[str], commands: Mapping[str, type]) -> Iterator[
         name = word.partition("=")[0].removeprefix("--").replace("_", "-")
         ours = _OTHER_NAMES.get(name, "")
         is_option = word.startswith("--") and name not in known
-        if is_option and ours.partition(" ")[0] in known:
-            yield f"--{name} is --{ours} here (see fsdp-jax {words[0]} --help)"
+        if is_option and name in _AXES and "mesh" in known:
+            ours = f"mesh {_AXES[name]}=N"
+        elif is_option and name == "mesh" and known.issuperset(_AXES):
+            ours = " N, --".join(_AXES) + " N"
+        elif not is_option or ours.partition(" ")[0] not in known:
+            continue
+        yield f"--{name} is --{ours} here (see fsdp-jax {words[0]} --help)"
 
 
 def option_names(command: type) -> Iterator[str]:

@@ -188,6 +188,19 @@ def test_an_option_of_another_trainer_is_translated(capsys):
 
 
 @pytest.mark.parametrize(
+    "words, says",
+    [
+        ("plan --dp-shard 4", "--dp-shard is --mesh dp_shard=N here"),
+        ("train --mesh tp=2", "--dp-shard N, --ep N, --cp N, --tp N here"),
+    ],
+)
+def test_an_axis_is_named_as_the_command_names_it(words, says, capsys):
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "word, near", [("trian", "train"), ("imports", "import"), ("--verison", None)]
 )
 def test_a_mistyped_command_is_told_the_nearest_one(word, near, capsys):
