@@ -39,6 +39,9 @@ class Mamba1Config:
     norm_eps: float | None = None
 
     def __post_init__(self):
-        """Validates the sizes."""
+        """Validates the sizes, and that norms are there that fields are of."""
         names = ("num_channels", "state_size", "time_step_rank", "kernel_size")
-        raise_if("Mamba1Config", wrong_fields(self) or wrong_sizes(self, names))
+        wrong = wrong_fields(self) or wrong_sizes(self, names)
+        if not self.norm and (not self.norm_scale or self.norm_eps is not None):
+            wrong = [*wrong, "norm_scale, norm_eps: norm=False has no norms"]
+        raise_if("Mamba1Config", wrong)

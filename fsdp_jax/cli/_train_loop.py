@@ -141,8 +141,8 @@ def run_steps(
         _run_all(run, plan, tx, make_state, batches)
     except KeyboardInterrupt:
         step = fsdp.latest_step(run.save)
-        found = "no step is" if step is None else f"step {step} is the newest"
-        say(f"interrupted: {found} in {run.save}; the same command goes on from it")
+        saved = f"step {step} is in {run.save}: the same command goes on from it"
+        say(f"interrupted: {'no step is saved' if step is None else saved}")
         raise
 
 

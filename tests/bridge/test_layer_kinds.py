@@ -76,3 +76,11 @@ def test_a_layer_of_a_kind_without_sizes_is_refused():
     config = bridge.from_hf_config(hf_fields("lfm2"))
     with pytest.raises(ValueError, match=facts("layer_types", "short_conv", "None")):
         dataclasses.replace(config, short_conv=None)
+
+
+def test_norms_that_a_mixer_has_not_are_of_no_kind():
+    sizes = bridge.from_hf_config(hf_fields("mamba")).mamba1
+    for change in ({"norm_scale": False}, {"norm_eps": 1e-6}):
+        with pytest.raises(ValueError, match=facts("norm_scale", "norm_eps")):
+            dataclasses.replace(sizes, **change)
+        dataclasses.replace(sizes, norm=True, **change)
