@@ -7,6 +7,8 @@ from bridge.rules._rules import Rule
 _LEAVES = tuple(f"self_attn.{name}_proj" for name in "qkv")
 _ROWS = "(kv_heads queries_of_key head_dim)", *("(kv_heads head_dim)",) * 2
 _HEADS = "(kv_heads queries_of_key) head_dim", *("kv_heads head_dim",) * 2
+_ROWS_IN_TURN = "(heads head_dim)", *("(kv_heads head_dim)",) * 2
+_HEADS_IN_TURN = "heads head_dim", *("kv_heads head_dim",) * 2
 
 
 def fused_qkv(config: DecoderConfig, source: str) -> Rules:
@@ -19,24 +21,7 @@ def fused_qkv(config: DecoderConfig, source: str) -> Rules:
       source: Name of the projection in the file.
     """
     pairs = tuple(zip(_ROWS, _HEADS, strict=True))
-    rules = (
-        Rule(
-            f"{source}.weight",
-            tuple(f"{leaf}.kernel" for leaf in _LEAVES),
-            tuple(f"{rows} embed -> embed {heads}" for rows, heads in pairs),
-            repeat="kv_heads",
-        ),
-    )
-    if config.attention_bias:
-        rules += (
-            Rule(
-                f"{source}.bias",
-                tuple(f"{leaf}.bias" for leaf in _LEAVES),
-                tuple(f"{rows} -> {heads}" for rows, heads in pairs),
-                repeat="kv_heads",
-            ),
-        )
-    return rules
+    return _rules(config, source, pairs, repeat="kv_heads")
 
 
 def qkv_in_turn(config: DecoderConfig, source: str) -> Rules:
@@ -46,22 +31,27 @@ def qkv_in_turn(config: DecoderConfig, source: str) -> Rules:
       config: The model.
       source: Name of the projection in the file.
     """
-    rows = ("(heads head_dim)", *("(kv_heads head_dim)",) * 2)
-    heads = ("heads head_dim", *("kv_heads head_dim",) * 2)
-    pairs = tuple(zip(rows, heads, strict=True))
-    rules = (
-        Rule(
-            f"{source}.weight",
-            tuple(f"{leaf}.kernel" for leaf in _LEAVES),
-            tuple(f"{rows} embed -> embed {heads}" for rows, heads in pairs),
-        ),
-    )
+    pairs = tuple(zip(_ROWS_IN_TURN, _HEADS_IN_TURN, strict=True))
+    return _rules(config, source, pairs)
+
+
+def _rules(
+    config: DecoderConfig,
+    source: str,
+    pairs: tuple[tuple[str, str], ...],
+    repeat: str | None = None,
+) -> Rules:
+    kernels = tuple(f"{rows} embed -> embed {heads}" for rows, heads in pairs)
+    biases = tuple(f"{rows} -> {heads}" for rows, heads in pairs)
+    parts = [("weight", "kernel", kernels)]
     if config.attention_bias:
-        rules += (
-            Rule(
-                f"{source}.bias",
-                tuple(f"{leaf}.bias" for leaf in _LEAVES),
-                tuple(f"{rows} -> {heads}" for rows, heads in pairs),
-            ),
+        parts.append(("bias", "bias", biases))
+    return tuple(
+        Rule(
+            f"{source}.{name}",
+            tuple(f"{projection}.{leaf}" for projection in _LEAVES),
+            layouts,
+            repeat=repeat,
         )
-    return rules
+        for name, leaf, layouts in parts
+    )
