@@ -5,10 +5,14 @@ from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
 
 _LEAVES = tuple(f"self_attn.{name}_proj" for name in "qkv")
-_ROWS = "(kv_heads queries_of_key head_dim)", *("(kv_heads head_dim)",) * 2
-_HEADS = "(kv_heads queries_of_key) head_dim", *("kv_heads head_dim",) * 2
-_ROWS_IN_TURN = "(heads head_dim)", *("(kv_heads head_dim)",) * 2
-_HEADS_IN_TURN = "heads head_dim", *("kv_heads head_dim",) * 2
+# Rows of q, k and v in the file, and their dims in the model.
+_KV = ("(kv_heads head_dim)", "kv_heads head_dim")
+_BY_HEAD_OF_KEYS = (
+    ("(kv_heads queries_of_key head_dim)", "(kv_heads queries_of_key) head_dim"),
+    _KV,
+    _KV,
+)
+_IN_TURN = (("(heads head_dim)", "heads head_dim"), _KV, _KV)
 
 
 def fused_qkv(config: DecoderConfig, source: str) -> Rules:
@@ -20,8 +24,7 @@ def fused_qkv(config: DecoderConfig, source: str) -> Rules:
       config: The model.
       source: Name of the projection in the file.
     """
-    pairs = tuple(zip(_ROWS, _HEADS, strict=True))
-    return _rules(config, source, pairs, repeat="kv_heads")
+    return _rules(config, source, _BY_HEAD_OF_KEYS, repeat="kv_heads")
 
 
 def qkv_in_turn(config: DecoderConfig, source: str) -> Rules:
@@ -31,8 +34,7 @@ def qkv_in_turn(config: DecoderConfig, source: str) -> Rules:
       config: The model.
       source: Name of the projection in the file.
     """
-    pairs = tuple(zip(_ROWS_IN_TURN, _HEADS_IN_TURN, strict=True))
-    return _rules(config, source, pairs)
+    return _rules(config, source, _IN_TURN)
 
 
 def _rules(
