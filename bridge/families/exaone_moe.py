@@ -19,7 +19,7 @@ from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
 
 
-def corrected_beside(config: DecoderConfig) -> Rules:
+def _corrected(config: DecoderConfig) -> Rules:
     """Rules of the shared experts, and of a correction bias beside the router."""
     name = "mlp.e_score_correction_bias"
     bias = Rule(name, "mlp.router.correction_bias", "experts -> experts")
@@ -83,6 +83,6 @@ FAMILY = Family(
         "topk_method": "noaux_tc",
         "first_last_k_dense_replace": 1,
     },
-    key_mappings=key_mappings(attention, corrected_beside),
+    key_mappings=key_mappings(attention, _corrected),
     ignore=ignore_tied_head,
 )
