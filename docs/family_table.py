@@ -1,4 +1,4 @@
-"""The families of models that `bridge` reads and writes, as a Markdown table."""
+"""The families that `bridge` reads and writes, and releases, as Markdown tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import importlib
 
 from bridge.families import FAMILIES
 from bridge.families._family import Family
+from bridge.families.releases import RELEASES
 from bridge.megatron import TWINS
 
 _HEAD = (
     "| `model_type` | Models | Class of transformers | Experts | Positions "
     "| Beside attention | cp | Megatron |"
 )
+_RELEASE_FILES = dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "refined_web")
 _MIXERS = {
     "short_conv": "short convolution",
     "delta_net": "gated delta net",
@@ -24,6 +26,18 @@ def table() -> str:
     """A row for each family, by name."""
     rows = [_row(FAMILIES[name]) for name in sorted(FAMILIES)]
     return "\n".join([_HEAD, "|---|---|---|---|---|---|---|---|", *rows])
+
+
+def releases() -> str:
+    """A row for each release with code of its own, by name."""
+    rows = [_release(RELEASES[name]) for name in sorted(RELEASES)]
+    return "\n".join(["| `model_type` | Models | Becomes |", "|---|---|---|", *rows])
+
+
+def _release(table: Family) -> str:
+    file = table.model_type.replace("-", "_")
+    models = _first_line(f"releases.{_RELEASE_FILES.get(file, file)}")
+    return f"| `{table.model_type}` | {models} | `{table.written_as}` |"
 
 
 def _row(family: Family) -> str:
@@ -43,7 +57,11 @@ def _row(family: Family) -> str:
 
 def _models(family: Family) -> str:
     """What the first line of a family's file says of it."""
-    module = importlib.import_module(f"bridge.families.{_file_of(family)}")
+    return _first_line(_file_of(family))
+
+
+def _first_line(file: str) -> str:
+    module = importlib.import_module(f"bridge.families.{file}")
     assert module.__doc__ is not None
     return module.__doc__.splitlines()[0].rstrip(".")
 

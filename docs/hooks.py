@@ -1,7 +1,7 @@
 """What MkDocs makes of the repository beside the pages.
 
 A page asks for it with a comment: `<!-- commands -->`, `<!-- families -->`,
-`<!-- imports: PACKAGE -->`, `<!-- errors: MODULE ... -->`.
+`<!-- releases -->`, `<!-- imports: PACKAGE -->`, `<!-- errors: MODULE ... -->`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EDIT = "edit/main/docs/pages/"
-MARKER = re.compile(r"<!-- (commands|families|imports|errors)(?:: (.*?))? -->")
+MARKER = re.compile(r"<!-- (commands|families|releases|imports|errors)(?:: (.*?))? -->")
 # A link from a page to a source file, which the site does not contain.
 SOURCE_LINK = re.compile(r"\[(`\w+`)\]\((?:\.\./)+((?:fsdp_jax|bridge)/[\w/]+\.py)\)")
 
@@ -108,6 +108,8 @@ def _made(found: re.Match[str]) -> str:
             return command_help.reference()
         case "families":
             return family_table.table()
+        case "releases":
+            return family_table.releases()
         case "imports":
             return imports(names[0])
         case _:

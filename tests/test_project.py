@@ -24,6 +24,7 @@ from helpers import foreign_table
 
 import fsdp_jax
 from bridge.families import FAMILIES
+from bridge.families.releases import RELEASES
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "pages" / "reference"
@@ -264,6 +265,10 @@ def test_the_page_of_models_has_a_row_for_every_family():
         )
         assert models
     assert "`deepseek_v3`, `kimi_k2`" in "\n".join(rows)
+    rows = family_table.releases().splitlines()[2:]
+    for row, (name, release) in zip(rows, sorted(RELEASES.items()), strict=True):
+        _, said, models, family, _ = map(str.strip, row.split("|"))
+        assert (said, family) == (f"`{name}`", f"`{release.written_as}`") and models
 
 
 def test_messages_are_read_as_they_are_written(tmp_path):

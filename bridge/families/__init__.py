@@ -3,6 +3,7 @@
 How to write one is in `docs/pages/how-to/add-a-model-family.md`.
 """
 
+import dataclasses
 from types import MappingProxyType
 
 from bridge.families import (
@@ -101,6 +102,7 @@ from bridge.families import (
     youtu,
 )
 from bridge.families._family import Family
+from bridge.families.releases import RELEASES
 
 # Dense models, mixtures of experts, and models with layers that keep a state, each
 # roughly in the order they were added. No code depends on it: new ones go anywhere.
@@ -120,8 +122,23 @@ _MODULES = (
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
 )
 
+
+def _with_names_of_releases(family: Family) -> Family:
+    """Adds the ways in which releases of the same model name their tensors."""
+    ways = {
+        way: None
+        for table in (family, *RELEASES.values())
+        if family.model_type in (table.model_type, table.written_as)
+        for way in table.key_mappings
+    }
+    return dataclasses.replace(family, key_mappings=tuple(ways))
+
+
 FAMILIES = MappingProxyType[str, Family](
-    {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+    {
+        module.FAMILY.model_type: _with_names_of_releases(module.FAMILY)
+        for module in _MODULES
+    }
 )
 """Families by the `model_type` that an export writes."""
 

@@ -14,10 +14,13 @@ REQUIRED = object()
 """In place of a default: a config file without the field is refused."""
 
 
-STALE = ("**rotary_emb.**", "**.masked_bias", "**.position_ids")
+STALE = (
+    *("**rotary_emb.**", "**rotary_pos_emb.**"),
+    *("**.masked_bias", "**.position_ids"),
+)
 """Tensors of any family's old files that follow from the config."""
 
-FURTHER = ("mtp.**", "model.mtp.**")
+FURTHER = ("mtp.**", "model.mtp.**", "model.mtp_layers.**")
 """Tensors of layers that predict further tokens, in files of any family."""
 
 
@@ -113,6 +116,10 @@ class Family:
         export says instead.
       inert: Fields of published files that change nothing where they have this value,
         whatever code the file names; left out.
+      unread: Fields that the code of a release has and never computes with, whatever
+        their value; left out.
+      written_as: `model_type` of the family that computes the same, if this is the
+        table of a release with code of its own; what is imported is of that family.
       optional: Parts of our config (`moe`, `rope`, ...) that only some of its models
         have, where transforms read them.
       ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
@@ -131,6 +138,8 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left_out: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
+    written_as: str | None = None
     optional: tuple[str, ...] = ()
     ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
     also_architectures: tuple[str, ...] = ()

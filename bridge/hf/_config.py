@@ -10,6 +10,7 @@ from bridge._local_path import check_local
 from bridge.families import FAMILIES, NAMES
 from bridge.families._family import REQUIRED, Family
 from bridge.families._field_transform import FieldTransform
+from bridge.families.releases import RELEASES
 from bridge.formats._json import read_json
 from bridge.formats.quantized._decode import undecoded
 from bridge.hf._text_part import text_fields
@@ -195,7 +196,7 @@ def find_family(model_type: Any) -> Family:
     if not isinstance(model_type, str) or (name := NAMES.get(model_type)) is None:
         raise ValueError(
             f"model_type {model_type!r} is not supported; the supported ones are "
-            f"{', '.join(sorted(NAMES))}."
+            f"{', '.join(sorted([*NAMES, *RELEASES]))}."
         )
     return FAMILIES[name]
 
@@ -240,11 +241,14 @@ def build_config(family: Family, values: Mapping[str, Any]) -> DecoderConfig:
         part, _, rest = name.rpartition(".")
         (nested[part] if part else flat)[rest] = value
     parts = {part: _PARTS[part](**given) for part, given in nested.items() if given}
-    return DecoderConfig(model_type=family.model_type, **flat, **parts)
+    model_type = family.written_as or family.model_type
+    return DecoderConfig(model_type=model_type, **flat, **parts)
 
 
 def _family_of(fields: Mapping[str, Any]) -> Family:
-    family = find_family(fields.get("model_type"))
+    model_type = fields.get("model_type")
+    release = RELEASES.get(model_type) if isinstance(model_type, str) else None
+    family = release or find_family(model_type)
     base = family.architecture.replace("ForCausalLM", "Model")
     base = base.replace("LMHeadModel", "Model")  # GPT-2's
     given = fields.get("architectures") or [family.architecture]

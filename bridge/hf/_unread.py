@@ -156,6 +156,8 @@ def _rope_extras(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_inert(family: Family, name: str, value: Any) -> bool:
+    if name in family.unread:
+        return True
     return name in family.inert and family.inert[name] == value
 
 
@@ -174,12 +176,20 @@ def _refusal(family: Family, name: str, value: Any, remote: list[str]) -> str | 
     said = f"{name} = {value!r}: this field is not modelled"
     if name.split(".")[0] in not_turned(family) and _is_plain(value):
         return None
+    if family.written_as is not None:
+        return (
+            f"{said}, and code of {family.model_type} may read it; if it changes no "
+            f"number, pass {_ignoring(name)}"
+        )
     if name in COMMON | BY_MODEL_TYPE[family.model_type]:
         return f"{said}, and transformers reads it"
     if remote:
         return (
             f"{said}, and the code that auto_map names ({', '.join(remote)}) may read "
-            f"it; if it changes no number, pass ignore_fields=({name!r},), or "
-            f"--ignore-field {name} to a command"
+            f"it; if it changes no number, pass {_ignoring(name)}"
         )
     return None
+
+
+def _ignoring(name: str) -> str:
+    return f"ignore_fields=({name!r},), or --ignore-field {name} to a command"

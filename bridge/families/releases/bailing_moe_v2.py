@@ -1,0 +1,54 @@
+"""Ling and Ring 2.0: GLM-4.5 with q, k and v in one tensor.
+
+Source: inclusionAI/Ling-mini-2.0 `configuration_bailing_moe_v2.py`,
+`modeling_bailing_moe_v2.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+from bridge.families import glm4_moe, sarvam_moe
+from bridge.families._family import Field
+from bridge.families.releases._read import Fields, reads
+
+_SHARED = "moe_shared_expert_intermediate_size"
+
+
+def _check_shared(fields: Fields) -> dict[str, Any]:
+    width, one = fields[_SHARED], fields["moe_intermediate_size"]
+    if width not in (None, one):
+        raise ValueError(f"{_SHARED} = {width}: only moe_intermediate_size = {one}")
+    return {}
+
+
+FAMILY = dataclasses.replace(
+    glm4_moe.FAMILY,
+    model_type="bailing_moe_v2",
+    architecture="BailingMoeV2ForCausalLM",
+    written_as=glm4_moe.FAMILY.model_type,
+    fields={
+        **glm4_moe.FAMILY.fields,
+        "attention_bias": Field(False, aliases=("use_qkv_bias",)),
+    },
+    transforms=(*glm4_moe.FAMILY.transforms, reads(_check_shared, {_SHARED: None})),
+    fixed={
+        **glm4_moe.FAMILY.fixed,
+        "embedding_dropout": 0.0,
+        "output_dropout": 0.0,
+        "moe_router_enable_expert_bias": True,
+        "norm_head": False,
+        "norm_softmax": False,
+        "score_function": "sigmoid",
+        "use_bias": False,
+        "use_rmsnorm": True,
+        "use_sliding_window": False,
+    },
+    aliases={**glm4_moe.FAMILY.aliases, "num_shared_experts": "n_shared_experts"},
+    unread=frozenset(
+        """
+        max_window_layers mtp_loss_scaling_factor rotary_dim router_dtype router_type
+        sliding_window using_split_qkv_in_self_attention
+        """.split()
+    ),
+    key_mappings=sarvam_moe.FAMILY.key_mappings[:1],
+)
