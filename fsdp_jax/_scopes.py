@@ -103,6 +103,7 @@ _UNIT = "unit:"
 # A transform puts a scope in parentheses: `transpose(jvp(unit:layers))`. XLA joins the
 # scopes of instructions that it merges with a colon or a semicolon.
 _UNITS = re.compile(re.escape(_UNIT) + r"([^/():;]+)")
+_MERGED = re.compile(rf";|(?<!{_UNIT[:-1]}):")
 _OPT_STATE = re.compile(r"\bopt_state\b")
 _TURNS = re.compile(r"turns_(\d+)_(\d+)/cond$")
 
@@ -124,6 +125,20 @@ def units_in(scopes: Any) -> list[str]:
 def unit_of(scopes: Any) -> str | None:
     """Returns the innermost unit in a path of scopes; None if there is none."""
     return next(reversed(units_in(scopes)), None)
+
+
+def merged_units(scopes: Any) -> set[str]:
+    """Returns the innermost unit in each of the paths that XLA merged.
+
+    Examples:
+      >>> from fsdp_jax._scopes import merged_units
+      >>> merged_units("step/unit:group/while/unit:layers/all_gather")
+      {'layers'}
+      >>> sorted(merged_units("step/unit:0/all_gather;step/unit:1/all_gather"))
+      ['0', '1']
+    """
+    units = map(unit_of, _MERGED.split(str(scopes)))
+    return {unit for unit in units if unit}
 
 
 def is_in(scopes: Any, name: str) -> bool:

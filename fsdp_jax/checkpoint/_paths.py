@@ -36,10 +36,14 @@ def as_path(path: str | os.PathLike[str]) -> Any:
       `pathlib.Path`, or a `StorePath` for `gs://` and `s3://`.
 
     Raises:
-      ValueError: If it is a URL of another scheme.
+      ValueError: If it is a URL of another scheme, or no path.
     """
     if isinstance(path, StorePath):
         return path
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"A {type(path).__name__} is no path of a checkpoint: the path comes first."
+        )
     if found := _URL.fullmatch(os.fspath(path)):
         return StorePath.from_url(found[1], found[2])
     check_local(path, stores=SCHEMES)

@@ -27,6 +27,11 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
       num_microbatches: Number of microbatches per step.
     """
     leaves = named_leaves(batch)
+    if not leaves:
+        raise ValueError(
+            f"The batch is a {type(batch).__name__} without arrays: pass arrays with "
+            "the rows of the batch as their first dim."
+        )
     _check_arrays(leaves)
     scalars = [name or "batch" for name, leaf in leaves if leaf.ndim == 0]
     rows = {name or "batch": leaf.shape[0] for name, leaf in leaves if leaf.ndim}
@@ -34,7 +39,7 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
         shown = ", ".join(f"{name}: {n} rows" for name, n in rows.items())
         raise ValueError(
             "Every leaf of a batch has the rows of the batch as its first dim; got "
-            f"{shown or '0 rows'}{'; scalars: ' if scalars else ''}"
+            f"{shown}{'; scalars: ' if scalars else ''}"
             f"{', '.join(scalars)}. Close over what has no rows, or broadcast it."
         )
     num_rows = next(iter(rows.values()))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from fsdp_jax._scopes import units_in
+from fsdp_jax._scopes import merged_units
 from fsdp_jax.hlo._collectives import axes_of, collective_of
 from fsdp_jax.hlo._parse import Computation, Instruction, Module, parse
 from fsdp_jax.hlo._walk import walk
@@ -83,8 +83,8 @@ class CommunicatedArray:
 
     @property
     def unit(self) -> str | None:
-        """Unit in the scope; None if there is none or XLA merged several."""
-        found = set(units_in(self.scope))
+        """Innermost unit in the scope; None if there is none or XLA merged several."""
+        found = merged_units(self.scope)
         return found.pop() if len(found) == 1 else None
 
     @property

@@ -148,7 +148,7 @@ class _Split:
                 self._inline(eqn)
             else:
                 self._checkpointed(eqn)
-        elif any(map(gathers_in, _programs(eqn))):
+        elif any(map(gathers_in, programs(eqn))):
             raise NotLiftedError(f"an inner '{name}' enters a unit")
         else:
             if read <= self.of_shards and not has_effects(eqn):
@@ -226,8 +226,7 @@ def gathers_in_loops(jaxpr: Any) -> bool:
     return any(
         gathers_in_loops(called(eqn)[0])
         if eqn.primitive.name in CALLS
-        else traced_function(eqn) not in GATHERS
-        and any(map(gathers_in, _programs(eqn)))
+        else traced_function(eqn) not in GATHERS and any(map(gathers_in, programs(eqn)))
         for eqn in jaxpr.eqns
     )
 
@@ -253,7 +252,7 @@ def nested_stacks(jaxpr: Any) -> set[str]:
     found: set[str] = set()
     for eqn in jaxpr.eqns:
         is_loop = eqn.primitive.name == "scan"
-        for inner in _programs(eqn):
+        for inner in programs(eqn):
             found |= _stacks_run(inner) if is_loop else nested_stacks(inner)
     return found
 
@@ -270,11 +269,11 @@ def _entries(eqns: Iterable[Any], outer: tuple[Any, ...]) -> Iterator[tuple[str,
         if (name := traced_function(eqn)) in GATHERS:
             yield name, "/".join(map(str, scopes))
         if name != FSDP_SCAN:
-            for inner in _programs(eqn):
+            for inner in programs(eqn):
                 yield from _entries(inner.eqns, scopes)
 
 
-def _programs(eqn: Any) -> Iterable[Any]:
+def programs(eqn: Any) -> Iterable[Any]:
     for value in eqn.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             one = getattr(one, "jaxpr", one)

@@ -17,7 +17,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend import core
 
-from fsdp_jax._scopes import AS_WRITTEN, is_in
+from fsdp_jax._scopes import AS_WRITTEN, FSDP_SCAN, is_in, traced_function
 from fsdp_jax.step._flat_trace import CALLS, called, calling, operand
 from fsdp_jax.step._gathered_once import gathered_once
 from fsdp_jax.step._held_gathers import hold_gathers
@@ -26,6 +26,7 @@ from fsdp_jax.step._lifted_gathers import (
     gathers_ahead,
     gathers_in_loops,
     num_entries,
+    programs,
     renamed_call,
     substituted,
     units_entered,
@@ -170,9 +171,7 @@ class _Scans:
                 read = [*consts, *[None] * len(carry), *xs]
                 eqn = self._with_body(eqn, read, known, _IN_LOOP)
                 loop = Loop.of(eqn)
-                if gathers_ahead(eqn.params["jaxpr"].jaxpr):
-                    return [self._of_stacks(eqn)]
-                run = stack_loop(loop, self._shards, leaves, self._prefetch, place)
+                run = self._around_loops(loop, leaves, place)
             else:
                 consts, _, _ = loop.split(eqn.invars)
                 eqn = self._with_body(eqn, consts, known, _IN_LOOP)
@@ -186,6 +185,28 @@ class _Scans:
             self._refuse_streamed(units, str(reason))
             _say(units[0], reason)
             return [eqn]
+
+    def _around_loops(
+        self, loop: Loop, leaves: Sequence[Leaf | None], place: Place
+    ) -> Callable[..., Sequence[Any]] | None:
+        """Returns what `stack_loop` makes of a loop, whose body may run such loops.
+
+        Args:
+          loop: Loop that slices shards.
+          leaves: For each array that it slices, the leaf of a shard that it is.
+          place: Where the loop runs.
+
+        Raises:
+          NotLiftedError: If units of its own are not gathered ahead.
+        """
+        body = loop.eqn.params["jaxpr"].jaxpr
+        inner = _read_by_loops(body)
+        given = zip(loop.split(body.invars)[2], leaves, strict=True)
+        own = [None if v in inner else leaf for v, leaf in given]
+        run = stack_loop(loop, self._shards, own, self._prefetch, place)
+        if run is None and inner and units_entered(body):
+            raise NotLiftedError("its body runs a loop over the same units")
+        return run
 
     def _gathered_once(
         self, loop: Loop, known: dict[Any, Leaf]
@@ -257,14 +278,6 @@ class _Scans:
                 f"not: {reason}. Change the loop, or set stream_params=False."
             )
 
-    def _of_stacks(self, eqn: Any) -> Any:
-        """Returns a loop over stacks, each of which a loop in its body runs."""
-        if units := units_entered(eqn.params["jaxpr"].jaxpr):
-            reason = NotLiftedError("its body runs a loop over other units")
-            self._refuse_streamed(units, str(reason))
-            _say(units[0], reason)
-        return eqn
-
     def _moved(self, eqn: Any, known: dict[Any, Leaf]) -> Iterator[tuple[Any, Any]]:
         """Yields leaves that an equation reads, and those of the same units it makes.
 
@@ -281,6 +294,25 @@ class _Scans:
                 units = [v.aval.shape[v.aval.ndim - ndim :] for v in (read, made)]
                 if units[0] == units[1]:
                     yield read, made
+
+
+def _read_by_loops(jaxpr: Any) -> set[Any]:
+    """Returns the inputs of a loop's body that loops in it gather ahead.
+
+    They stay with those; the loop around them may gather other units ahead.
+    """
+    read: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if traced_function(eqn) == FSDP_SCAN:
+            read.update(v for v in eqn.invars if isinstance(v, core.Var))
+        elif eqn.primitive.name in CALLS:
+            inner = called(eqn)[0]
+            own = _read_by_loops(inner)
+            given = zip(inner.invars, eqn.invars, strict=False)
+            read.update(w for v, w in given if v in own and isinstance(w, core.Var))
+        elif any(map(gathers_ahead, programs(eqn))):
+            read.update(v for v in eqn.invars if isinstance(v, core.Var))
+    return read
 
 
 def _runs_units(eqn: Any) -> bool:

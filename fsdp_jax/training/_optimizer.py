@@ -22,15 +22,28 @@ def abstract_optimizer_state(tx: optax.GradientTransformation, params: PyTree) -
       params: Parameters as the optimizer sees them, arrays or abstract arrays.
 
     Raises:
-      ValueError: If `tx.init` fails on a tree of parameters, or `tx` is
-        `optax.MultiSteps`.
+      ValueError: If `tx` is no optimizer, `tx.init` fails on a tree of parameters, or
+        `tx` is `optax.MultiSteps`.
     """
+    check_optimizer(tx)
     try:
         state = jax.eval_shape(tx.init, params)
     except OPTIMIZER_ERRORS as error:
         raise _failed("init", error) from error
     _refuse_multi_steps(state)
     return state
+
+
+def check_optimizer(tx: Any) -> None:
+    """Raises a `ValueError` unless `tx` can be an optax optimizer."""
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        return
+    kind = type(tx).__name__
+    fix = "call it first" if callable(tx) else "it follows the plan, before parameters"
+    raise ValueError(
+        f"tx is a {kind}, without init and update: pass an optax optimizer, such as "
+        f"optax.adamw(1e-3); {fix}."
+    )
 
 
 def needs_loss(tx: optax.GradientTransformation, params: PyTree, state: PyTree) -> bool:

@@ -24,6 +24,7 @@ from fsdp_jax.sharding._padded import Padded, pack, unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._loss_scale import LossScale, ScaleState
 from fsdp_jax.training._opt_state_layout import abstract_opt_state
+from fsdp_jax.training._optimizer import check_optimizer
 from fsdp_jax.training._state_check import check_fits, check_key, check_opt_state
 from fsdp_jax.training._trainable import seen_by_optimizer
 
@@ -147,6 +148,7 @@ def init_state(
       >>> state.opt_state[0].mu["head"].sharding == params["head"].sharding
       True
     """
+    check_optimizer(tx)
     check_fits(params, plan.params, "params")
     if opt_state is not None:
         check_opt_state(plan, tx, opt_state)

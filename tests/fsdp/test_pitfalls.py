@@ -209,3 +209,22 @@ def test_the_models_other_arrays_can_be_given():
     params = fsdp.init_params(plan, jax.random.key(0))
     state = fsdp.init_state(plan, tx, params, model_state=given)
     assert state.model_state["table"].tolist() == [0, 1, 2]
+
+
+def test_arguments_in_the_place_of_others_are_named(tmp_path):
+    plan = fsdp.fully_shard(lambda key: {"w": jnp.ones((8, 8))}, fsdp.make_mesh(), [])
+    params, tx = fsdp.init_params(plan, jax.random.key(0)), optax.adam(1e-2)
+    with pytest.raises(ValueError, match=facts("dict", "optax.adamw(1e-3)")):
+        fsdp.init_state(plan, params, tx)
+    with pytest.raises(ValueError, match=facts("function", "optax.adamw(1e-3)")):
+        fsdp.make_train_step(plan, lambda p, x: (x @ p["w"]).sum(), optax.adam)
+    state = fsdp.init_state(plan, tx, params)
+    step = fsdp.make_train_step(plan, lambda p, x: (x @ p["w"]).sum(), tx)
+    with pytest.raises(ValueError, match=facts("step(state, batch)", "ndarray")):
+        step(np.ones((8, 8)), state)
+    with pytest.raises(ValueError, match=facts("NoneType")):
+        step(state, None)
+    with pytest.raises(ValueError, match=facts("TrainState")):
+        fsdp.Checkpointer(state)
+    with pytest.raises(ValueError, match=facts("TrainState")):
+        fsdp.save(state, tmp_path)
