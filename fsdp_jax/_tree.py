@@ -94,14 +94,22 @@ def as_patterns(owner: str, option: str, patterns: object) -> tuple[str, ...]:
 def matches(pattern: str, name: str) -> str | None:
     """Returns the leading part of `name` that `pattern` matches by component, or None.
 
-    `layers.*` matches `layers.0` of `layers.0.mlp.kernel`; `*` never spans a dot.
+    `layers.*` matches `layers.0` of `layers.0.mlp.kernel`; `*` never spans a dot, and
+    `**` is any number of components: `**.bias` matches `layers.0.mlp.bias`. The part is
+    the shortest that matches.
     """
     wanted, have = pattern.split("."), name.split(".")
-    if len(wanted) > len(have):
-        return None
-    head = have[: len(wanted)]
-    ok = all(fnmatchcase(h, w) for h, w in zip(head, wanted, strict=True))
-    return ".".join(head) if ok else None
+    heads = (have[:end] for end in range(1, len(have) + 1))
+    return next((".".join(head) for head in heads if _fits(wanted, head)), None)
+
+
+def _fits(wanted: Sequence[str], have: Sequence[str]) -> bool:
+    if not wanted:
+        return not have
+    first, rest = wanted[0], wanted[1:]
+    if first == "**":
+        return any(_fits(rest, have[start:]) for start in range(len(have) + 1))
+    return bool(have) and fnmatchcase(have[0], first) and _fits(rest, have[1:])
 
 
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:

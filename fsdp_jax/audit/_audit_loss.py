@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Key
 
 from fsdp_jax._tree import PyTree, named_leaves
+from fsdp_jax.sharding._ambient_mesh import check_plan
 from fsdp_jax.sharding._config import PipelineConfig
 from fsdp_jax.sharding._fully_shard import fully_shard
 from fsdp_jax.sharding._mesh import BATCH_AXES, make_mesh
@@ -100,6 +101,7 @@ def audit_loss(
       >>> max(audited.grad_differences.values()) < 1e-3
       True
     """
+    check_plan(plan, "audit_loss")
     if plan.mesh.size == 1:
         raise ValueError(
             "audit_loss compares a mesh with one device, and the plan's mesh has 1 "

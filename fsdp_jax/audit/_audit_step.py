@@ -22,6 +22,7 @@ from fsdp_jax.hlo._program import (
     communicated_arrays,
     program_of,
 )
+from fsdp_jax.sharding._ambient_mesh import check_plan
 from fsdp_jax.sharding._plan import Plan
 
 
@@ -97,6 +98,7 @@ def audit_step(
       >>> sorted({row.op for row in audited.rows})
       ['all-gather', 'all-reduce', 'reduce-scatter']
     """
+    check_plan(plan, "audit_step")
     program = program_of(compiled, plan.mesh)
     if overlapped and not program.is_scheduled_for_gpus:
         raise ValueError(

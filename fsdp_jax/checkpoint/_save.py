@@ -234,5 +234,5 @@ def _check_storable(leaves: dict[str, Leaf]) -> None:
         raise ValueError(
             f"Cannot save {len(problems)} leaf/leaves:\n  "
             + "\n  ".join(problems)
-            + "\nLeave them out of the state, or cast them."
+            + "\nLeave them out of the model; an array of another dtype may be cast."
         )

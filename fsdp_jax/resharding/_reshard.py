@@ -14,7 +14,7 @@ from fsdp_jax.checkpoint._leaf_names import Leaf, parts, rebuild
 from fsdp_jax.optim._matrix_stack import MatrixStack
 from fsdp_jax.resharding._moves import LeafMove, Moves, move_of
 from fsdp_jax.resharding._transfer import copied, transfer
-from fsdp_jax.sharding._ambient_mesh import no_mesh
+from fsdp_jax.sharding._ambient_mesh import check_plan, no_mesh
 from fsdp_jax.sharding._offload import HOST
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._loss_scale import LossScale
@@ -113,6 +113,7 @@ def plan_moves(
       >>> moves.bytes_moved
       0
     """
+    check_plan(plan, "reshard")
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes={chunk_bytes} must be at least 1.")
     before, after = _abstract(state), _abstract(_target(state, plan, tx))

@@ -47,13 +47,22 @@ def in_own_mesh(fn: _Fn) -> _Fn:
 
     @functools.wraps(fn)
     def wrapped(plan, *args, **kwargs):
-        if not hasattr(plan, "mesh"):
-            raise ValueError(
-                f"{fn.__name__}: its first argument is a {type(plan).__name__}, not a "
-                f"Plan. Call {fn.__name__}(plan, ...), with the plan of "
-                "fsdp_jax.fully_shard."
-            )
+        check_plan(plan, fn.__name__)
         with own_mesh(plan.mesh):
             return fn(plan, *args, **kwargs)
 
     return wrapped  # pyright: ignore[reportReturnType]  # The same signature.
+
+
+def check_plan(plan: Any, function: str) -> None:
+    """Raises a `ValueError` if a function of a plan is given something else.
+
+    Args:
+      plan: What it is given.
+      function: Its name.
+    """
+    if not hasattr(plan, "mesh") or not hasattr(plan, "param_plans"):
+        raise ValueError(
+            f"{function}: its argument `plan` is a {type(plan).__name__}, not a Plan. "
+            "Pass the plan that fsdp_jax.fully_shard returned."
+        )

@@ -78,10 +78,12 @@ class FSDPConfig:
       remat_policy: `jax.checkpoint` policy for the activations that a unit saves for
         backward, e.g. `jax.checkpoint_policies.dots_saveable`. None saves whatever does
         not depend on the unit's weights alone. Arrays in float8 are never saved but
-        cast again, since `jax.checkpoint` makes NaN of large ones. Needs
+        cast again, since `jax.checkpoint` makes NaN of large ones, and complex ones
+        computed again, since it cannot save them. Needs
         `reshard_after_forward=True`.
-      replicated: Path patterns (`"layers.*.norm.scale"`, one `*` a path component) of
-        parameters that are replicated on every device.
+      replicated: Path patterns (`"layers.*.norm.scale"`, one `*` a path component;
+        `"**.scale"`, any number of them) of parameters that are replicated on every
+        device.
       frozen: Path patterns of parameters that are not trained: they are stored in their
         compute dtype and have neither gradient nor optimizer state.
       lora: Low-rank factors that are trained beside some weights, all others frozen.

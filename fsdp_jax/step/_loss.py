@@ -70,14 +70,28 @@ def takes_key(loss_fn: LossFn) -> bool:
     """Returns whether the loss takes a key: an argument `key` that is not bound.
 
     Raises:
-      ValueError: If it is no function.
+      ValueError: If it is no function, or needs other arguments than a model, a batch
+        and a key.
     """
     if not callable(loss_fn):
         raise ValueError(
             f"loss_fn is a {type(loss_fn).__name__}: pass a function of a model and a "
             "batch, loss_fn(model, batch) -> loss."
         )
-    return "key" in inspect.signature(loss_fn).parameters and not _binds_key(loss_fn)
+    parameters = inspect.signature(loss_fn).parameters
+    needed = [
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty
+        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if others := [name for name in needed[2:] if name != "key"]:
+        raise ValueError(
+            f"loss_fn needs {', '.join(others)}: it is called with a model, a batch, "
+            "and a PRNG key if it has an argument named key. Rename the argument, "
+            "give it a default, or bind it by functools.partial."
+        )
+    return "key" in parameters and not _binds_key(loss_fn)
 
 
 def _binds_key(fn: Any) -> bool:

@@ -19,7 +19,7 @@ from fsdp_jax.step._collectives import gather_weight
 from fsdp_jax.step._float_partition import FloatPartition
 from fsdp_jax.step._gathered import Gathered, of_gathered
 from fsdp_jax.step._pullback import Pullback
-from fsdp_jax.step._remat_policy import without_float8
+from fsdp_jax.step._remat_policy import savable
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_unit import split_variants
 from fsdp_jax.step._static_runs import StaticRun
@@ -164,7 +164,7 @@ class Stack:
             return results.floats(out), results.others(out)
 
         if self.policy:
-            run = jax.checkpoint(run, policy=without_float8(self.policy))
+            run = jax.checkpoint(run, policy=savable(self.policy))
         return run(values, carry, slices, consts, others)
 
 

@@ -38,7 +38,7 @@ def reshard_after_forward(
       `unit(shards, *args)`, equal to `compute(unshard(shards), *args)`. Values derived
       from weights inside a loop or a custom-derivative function of `compute` are not
       recognised and are saved as `policy` decides. `unit` raises `ValueError` if an
-      argument is in float8, see `without_float8`.
+      argument is in float8, see `savable`.
     """
 
     def unit(shards, *args):

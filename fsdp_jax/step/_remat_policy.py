@@ -13,6 +13,10 @@ from fsdp_jax._scopes import FSDP_UNSHARD
 Policy = Callable[..., bool]
 
 _PASSING_ON = ("optimization_barrier", "stop_gradient")
+_OF_REAL = ("complex", "fft")
+"""Primitives with complex results of real operands; those of `fft` may be real."""
+_PARTS = ("real", "imag", "abs")
+"""Primitives with real results of complex operands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,37 +36,49 @@ class Resharding:
         """Returns whether the results of a primitive are saved."""
         if _is_unshard(primitive, params) or primitive.name in _PASSING_ON:
             return False
-        return without_float8(self.policy)(primitive, *args, **params)
+        return savable(self.policy)(primitive, *args, **params)
 
 
-def without_float8(policy: Policy | None) -> Policy:
-    """Wraps a policy such that no floating-point array of 8 bits or less is saved.
+def savable(policy: Policy | None) -> Policy:
+    """Wraps a policy such that nothing is saved that `jax.checkpoint` cannot save.
 
-    `jax.checkpoint` rounds what it saves with `reduce_precision`, which takes the range
-    of such a dtype for that of an IEEE format: the largest float8_e4m3fn is then 240
-    and not 448 (jax 0.10.2), and larger values become NaN. Casting again is cheap.
+    It rounds what it saves with `reduce_precision`, which refuses complex numbers, and
+    takes the range of a float of 8 bits or less for that of an IEEE format: the largest
+    float8_e4m3fn is then 240 and not 448 (jax 0.10.2), and larger values become NaN.
+    Both are computed again: a cast, or what a few real numbers make.
 
     Args:
       policy: `jax.checkpoint` policy for all other arrays; None saves them.
     """
 
     def save(primitive, *args, **params) -> bool:
-        if _makes_float8(args, params):
+        if primitive.name not in _PARTS and _makes_unsavable(primitive, args, params):
             return False
         return policy is None or policy(primitive, *args, **params)
 
     return save
 
 
-def _makes_float8(args, params) -> bool:
-    """Guesses from a policy's arguments whether a primitive has float8 results."""
+def _makes_unsavable(primitive, args, params) -> bool:
+    """Guesses from a policy's arguments whether a primitive has such results."""
     if called := params.get("call_jaxpr"):
-        return any(is_float8(aval) for aval in called.out_avals)
+        return any(map(_is_unsavable, called.out_avals))
+    if primitive.name in _OF_REAL:
+        return True
     dtype = params.get("new_dtype", params.get("preferred_element_type"))
     if dtype is not None:
-        return _is_narrow(dtype)
+        return _is_narrow(dtype) or jnp.issubdtype(dtype, jnp.complexfloating)
     # A policy is not told the dtype of the results: assume that of the operands.
-    return any(is_float8(arg) for arg in args)
+    return any(map(_is_unsavable, args))
+
+
+def _is_unsavable(array: Any) -> bool:
+    return is_float8(array) or is_complex(array)
+
+
+def is_complex(array: Any) -> bool:
+    """Returns whether an array is complex; it may be abstract."""
+    return jnp.issubdtype(getattr(array, "dtype", jnp.float32), jnp.complexfloating)
 
 
 def is_float8(array: Any) -> bool:

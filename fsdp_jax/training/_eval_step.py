@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
-from fsdp_jax.sharding._ambient_mesh import own_mesh
+from fsdp_jax.sharding._ambient_mesh import check_plan, own_mesh
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm, takes_key
 from fsdp_jax.step._model_state import check_call
@@ -46,6 +46,7 @@ def make_eval_step(
       >>> list(evaluate(params, batch))
       ['loss']
     """
+    check_plan(plan, "make_eval_step")
     form = LossForm(has_aux, calculate_per_token_loss)
     compute = jax.jit(global_loss(plan, loss_fn, form))
     needs_key = takes_key(loss_fn)
@@ -75,11 +76,11 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
       plan: Plan from `fully_shard`.
       fn: `fn(model, batch) -> outputs`; it sees unsharded weights and this device's
         rows of the batch. Arrays in `outputs` are rows again, in the order of the
-        batch; floating-point scalars are averaged over ranks, integer ones summed. If
-        `fn` has an argument `key`, it gets a different key on each data rank. A loop
-        over units whose trip count depends on the data must run equally often on all
-        ranks, since all take part in each gather; it is refused unless the program
-        shows that, see `fsdp_jax.ops.masked_count` and
+        batch; floating-point scalars are averaged over ranks, integer ones summed, and
+        booleans counted. If `fn` has an argument `key`, it gets a different key on each
+        data rank. A loop over units whose trip count depends on the data must run
+        equally often on all ranks, since all take part in each gather; it is refused
+        unless the program shows that, see `fsdp_jax.ops.masked_count` and
         `fsdp_jax.step.assume_replicated`.
 
     Returns:
@@ -90,6 +91,7 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
       >>> forward(params, batch).shape
       (8, 16)
     """
+    check_plan(plan, "make_forward")
 
     @functools.wraps(fn)
     def no_loss(model: Any, batch: PyTree, **key: Any) -> tuple[jax.Array, PyTree]:

@@ -14,7 +14,7 @@ import optax
 from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.launch._progress import TRAIN_STEP, report_progress
-from fsdp_jax.sharding._ambient_mesh import in_own_mesh, own_mesh
+from fsdp_jax.sharding._ambient_mesh import check_plan, in_own_mesh, own_mesh
 from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
@@ -51,8 +51,9 @@ def value_and_grad(
         sees unsharded weights and this device's rows. If it has an argument `key`, it
         gets a different key for each data rank and microbatch.
       has_aux: Whether `loss_fn` returns `(loss, aux)`. Floating-point scalars of `aux`
-        are averaged over ranks and microbatches, integer ones summed, and arrays are
-        concatenated along their first dim, as rows of the batch.
+        are averaged over ranks and microbatches, integer ones summed, booleans counted
+        (how many ranks and microbatches say so), and arrays are concatenated along
+        their first dim, as rows of the batch.
       num_microbatches: Number of microbatches per call; gradients are their mean.
       calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)` instead of the
         loss. The loss then is the sum of all sums over the sum of all counts, so that
@@ -77,6 +78,7 @@ def value_and_grad(
       >>> grads["head"].sharding == params["head"].sharding
       True
     """
+    check_plan(plan, "value_and_grad")
     form = LossForm(has_aux, calculate_per_token_loss)
     packed = global_grads(plan, loss_fn, form, num_microbatches)
     needs_key = takes_key(loss_fn) or plan.has_keys

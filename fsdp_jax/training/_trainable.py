@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from fsdp_jax._tree import PyTree
 from fsdp_jax.optim._stochastic_rounding import round_stochastically, widened
+from fsdp_jax.sharding._ambient_mesh import check_plan
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
 
@@ -34,6 +35,7 @@ def trainable(plan: Plan, tree: PyTree) -> PyTree:
       >>> jax.tree.map(jnp.shape, fsdp.trainable(plan, params))
       {'head': None, 'layers': {'w': (2, 16, 16)}}
     """
+    check_plan(plan, "trainable")
     leaves = plan.treedef.flatten_up_to(tree)
     pairs = zip(plan.param_plans, leaves, strict=True)
     return plan.treedef.unflatten(

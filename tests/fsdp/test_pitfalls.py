@@ -228,3 +228,88 @@ def test_arguments_in_the_place_of_others_are_named(tmp_path):
         fsdp.Checkpointer(state)
     with pytest.raises(ValueError, match=facts("TrainState")):
         fsdp.save(state, tmp_path)
+
+
+ROPE = jnp.exp(1j * jnp.arange(WIDTH // 2))[None]
+
+
+def rotated(w, x, turn):
+    h = x @ w
+    turned = jax.lax.complex(h[..., ::2], h[..., 1::2]) * turn
+    return x + jnp.sin(jnp.concatenate([turned.real, turned.imag], -1)), turn * turn
+
+
+def spectral(w, x):
+    return x + jnp.fft.irfft(jnp.sin(jnp.fft.rfft(x) * w[None]), n=WIDTH)
+
+
+def through_ropes(run, layers, x):
+    turn = ROPE
+    for w in layers:
+        x, turn = run(w, x, turn)
+    return x
+
+
+def through_spectra(run, layers, x):
+    for w in layers:
+        x = run(w, x)
+    return x
+
+
+POLICIES = jax.checkpoint_policies
+SAVING = {
+    "all": {},
+    "all, at entry": {"prefetch": 0},
+    "everything": {"remat_policy": POLICIES.everything_saveable},
+    "dots": {"remat_policy": POLICIES.dots_saveable, "prefetch": 0},
+}
+COMPLEX = {
+    "a rope": (rotated, through_ropes, (WIDTH, WIDTH), jnp.float32),
+    "weights": (spectral, through_spectra, (WIDTH // 2 + 1,), jnp.complex64),
+}
+
+
+@pytest.mark.parametrize("config", SAVING)
+@pytest.mark.parametrize("case", COMPLEX)
+def test_complex_numbers_in_units_have_the_gradients_of_one_device(case, config):
+    layer, through, shape, dtype = COMPLEX[case]
+
+    def make(key):
+        return {"layers": [jax.random.normal(key, shape, dtype) / 4 for _ in range(3)]}
+
+    def loss(run):
+        return lambda p, x: jnp.mean(through(run, p["layers"], x) ** 2)
+
+    config = fsdp.FSDPConfig(**SAVING[config])
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(), ["layers.*"], config)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    (value, _), grads = fsdp.value_and_grad(plan, loss(fsdp.unit(layer)))(params, X)
+    alone = jax.value_and_grad(loss(layer))(make(jax.random.key(0)), X)
+    np.testing.assert_allclose(value, alone[0], rtol=1e-5)  # order of sums
+    for ours, theirs in zip(*map(jax.tree.leaves, (grads, alone[1])), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda plan, params, x: fsdp.make_eval_step(plan, square),
+        lambda plan, params, x: fsdp.make_forward(plan, square),
+        lambda plan, params, x: fsdp.value_and_grad(plan, square),
+        lambda plan, params, x: fsdp.trainable(plan, params),
+        lambda plan, params, x: fsdp.reshard(params, plan),
+        lambda plan, params, x: fsdp.audit.audit_loss(plan, square, x),
+        lambda plan, params, x: fsdp.audit_step(plan, ""),
+    ],
+)
+def test_parameters_in_the_place_of_a_plan_are_named(function):
+    plan = fsdp.fully_shard(plain, fsdp.make_mesh(), [])
+    with pytest.raises(ValueError, match=facts("plan", "dict", "fully_shard")):
+        function(plan.params, fsdp.init_params(plan, jax.random.key(0)), X)
+
+
+def test_an_argument_of_a_loss_that_nobody_gives_is_named():
+    plan = fsdp.fully_shard(plain, fsdp.make_mesh(), [])
+    with pytest.raises(ValueError, match=facts("seed", "key")):
+        fsdp.value_and_grad(plan, lambda model, batch, seed: 0.0)
+    fsdp.value_and_grad(plan, lambda model, batch, seed=None, *, key: 0.0)

@@ -109,6 +109,9 @@ def test_a_stack_of_more_dims_than_a_parameter_has_is_refused():
         ("layers.1", {"layers.1.norm", "layers.1.w"}),
         ("*", {"layers.0.norm", "layers.0.w", "layers.1.norm", "layers.1.w", "out"}),
         ("ou?", {"out"}),
+        ("**.norm", {"layers.0.norm", "layers.1.norm"}),
+        ("layers.**.w", {"layers.0.w", "layers.1.w"}),
+        ("**.out", {"out"}),
     ],
 )
 def test_what_a_replicated_pattern_matches_is_replicated(pattern, replicated):
