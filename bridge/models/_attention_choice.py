@@ -23,11 +23,12 @@ ContextForm = Literal["ring", "all_gather", "ulysses"]
 ASSUMED_CUDNN = 91000
 """Version of cuDNN on GPUs that are not present: 9.10, as the planner compiles for."""
 
-_CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0)} | {
-    "B200": (10, 0),
-    "GB200": (10, 0),
-    "B300": (10, 3),
-    "GB300": (10, 3),
+_CAPABILITIES = {
+    **dict.fromkeys(("A100", "A800"), (8, 0)),
+    **dict.fromkeys(("L40S", "L40", "L4"), (8, 9)),
+    **dict.fromkeys(("H20", "H800", "H100", "H200", "GH200"), (9, 0)),
+    **dict.fromkeys(("B200", "GB200"), (10, 0)),
+    **dict.fromkeys(("B300", "GB300"), (10, 3)),
 }
 """Compute capability of the GPUs that steps are planned for, by name."""
 

@@ -1,4 +1,4 @@
-"""Options that replace figures of the planner's cost model."""
+"""Options that replace figures of a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Speeds:
     """Figures of the cost model, instead of those of the GPU.
 
     Attributes:
+      gpu_memory_gb: Memory of the GPU, GB.
       tflops: Speed of 16-bit matrix products, TFLOP/s.
       memory_gbs: Bandwidth of the GPU's memory, GB/s.
       link_gbs: Bandwidth to the other GPUs of a node, GB/s a GPU.
@@ -22,6 +23,7 @@ class Speeds:
         gb300.
     """
 
+    gpu_memory_gb: Unset[float] = None
     tflops: Unset[float] = None
     memory_gbs: Unset[float] = None
     link_gbs: Unset[float] = None
@@ -40,4 +42,5 @@ class Speeds:
             "devices_per_node": (self.gpus_per_node, 1),
         }
         costs = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
-        return find_gpu(gpu, **costs)
+        memory = None if self.gpu_memory_gb is None else self.gpu_memory_gb * 1e9
+        return find_gpu(gpu, memory=memory, **costs)

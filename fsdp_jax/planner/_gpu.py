@@ -199,6 +199,29 @@ _A100 = GPU(
     data_sheet_bandwidth=2_039_000_000_000,
     cost=_cost(312, 2039, links=235, nic=22.5, host=25, products=1.08),
 )
+# NVIDIA A100 data sheet: the 40 GB part has 1,555 GB/s.
+_A100_40GB = dataclasses.replace(
+    _A100,
+    name="a100-40gb",
+    description="NVIDIA A100-SXM4-40GB",
+    memory=42_300_000_000,
+    data_sheet_bandwidth=1_555_000_000_000,
+    cost=_cost(312, 1555, links=235, nic=22.5, host=25, products=1.08),
+)
+# NVIDIA L40S data sheet: 362 TFLOP/s dense, 864 GB/s, PCIe 4.0 x16 alone, of whose 32
+# GB/s rings are taken to reach as much as of an H100's links, 370 of 450 GB/s.
+_L40S = GPU(
+    name="l40s",
+    description="NVIDIA L40S",
+    memory=47_600_000_000,
+    compute_capability=(8, 9),
+    cores=142,
+    l2_cache=96 << 20,
+    shared_memory=99 << 10,
+    clock=2.52,
+    data_sheet_bandwidth=864_000_000_000,
+    cost=_cost(362, 864, links=26, nic=22.5, host=25),
+)
 # NVIDIA H100 data sheet, SXM: 989 TFLOP/s, 3.35 TB/s; nccl-tests#212: 370 and 480 GB/s
 # in a node; nccl-tests#290: 46-48 GB/s a NIC of 400 Gb/s.
 _H100 = GPU(
@@ -223,6 +246,26 @@ _H100_500W = dataclasses.replace(
     memory=102_000_000_000,
     data_sheet_bandwidth=2_400_000_000_000,
     cost=_cost(989, 2400, links=370, nic=47, switch=480, power=0.82),
+)
+# An H100 with NVLink of 400 GB/s in place of 900; DeepSeek-V3 (arXiv:2412.19437),
+# section 3.2.2: 160 GB/s of it, 50 of InfiniBand.
+_H800 = dataclasses.replace(
+    _H100,
+    name="h800",
+    description="NVIDIA H800",
+    cost=_cost(989, 3350, links=160, nic=47),
+)
+# NVIDIA H20 data sheet: 148 TFLOP/s dense, 96 GB with 4.0 TB/s, 78 multiprocessors;
+# links and NICs of the H100.
+_H20 = dataclasses.replace(
+    _H100,
+    name="h20",
+    description="NVIDIA H20",
+    memory=102_000_000_000,
+    cores=78,
+    l2_cache=60 << 20,
+    data_sheet_bandwidth=4_000_000_000_000,
+    cost=_cost(148, 4000, links=370, nic=47, switch=480),
 )
 # NVIDIA H200 data sheet: 989 TFLOP/s, 4.8 TB/s; links and NICs of the H100.
 _H200 = dataclasses.replace(
@@ -277,7 +320,10 @@ _GB300 = dataclasses.replace(
     ),
 )
 
-_LISTED = (_A100, _H100, _H100_500W, _H200, _B200, _B300, _GB200, _GB300)
+_LISTED = (
+    *(_A100, _A100_40GB, _L40S, _H20, _H800, _H100, _H100_500W, _H200),
+    *(_B200, _B300, _GB200, _GB300),
+)
 
 GPUS = {gpu.name: gpu for gpu in _LISTED}
 """GPUs by name.
@@ -289,24 +335,26 @@ libraries measured it, and the rest assumed to be the same.
 """
 
 
-def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
-    """Returns a GPU by name, with figures of its cost model replaced.
+def find_gpu(gpu: str | GPU, *, memory: float | None = None, **costs: float) -> GPU:
+    """Returns a GPU by name, with its memory or figures of its cost model replaced.
 
     Args:
       gpu: Name in `GPUS`, in letters of any case, or a GPU.
+      memory: Device memory in bytes; None for that of the GPU.
       **costs: Fields of `CostModel`, such as `devices_per_node=4`.
 
     Raises:
       ValueError: If the name or a field is unknown, a figure is not positive, or
-        `devices_per_node` is no whole number.
+        `devices_per_node` is no whole number, or `memory` is no GPU's.
     """
     if isinstance(gpu, str):
         if gpu.lower() not in GPUS:
             raise ValueError(
                 f"The GPU '{gpu}' is unknown: use {', '.join(GPUS)}. For another GPU "
-                "of NVIDIA name the nearest of these, and replace its speeds: find_gpu"
-                "(name, flops=...), or --tflops and the options beside it. XLA's "
-                "compiler here has no other vendor's GPUs."
+                "of NVIDIA name the nearest of these, and replace its memory and "
+                "speeds: find_gpu(name, memory=..., flops=...), or --gpu-memory-gb, "
+                "--tflops and the options beside them. XLA's compiler here has no "
+                "other vendor's GPUs."
             )
         gpu = GPUS[gpu.lower()]
     known = [field.name for field in dataclasses.fields(CostModel)]
@@ -323,4 +371,10 @@ def find_gpu(gpu: str | GPU, **costs: float) -> GPU:
             f"The cost model takes no {', '.join(wrong)}: its figures are positive, "
             f"devices_per_node is an integer, and they are {', '.join(known)}."
         )
+    if memory is not None:
+        if not 1e9 <= memory < 1e14:
+            raise ValueError(
+                f"memory={memory} is not the memory of a GPU in bytes: 80e9 is 80 GB."
+            )
+        gpu = dataclasses.replace(gpu, memory=int(memory))
     return dataclasses.replace(gpu, cost=dataclasses.replace(gpu.cost, **costs))

@@ -9,6 +9,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.models import dot_product_attention
+from bridge.models._attention_choice import Accelerator
 from fsdp_jax.hlo._parse import parse
 from fsdp_jax.planner._compile import gpu_devices
 from fsdp_jax.planner._gpu import GPUS
@@ -49,6 +50,12 @@ def custom_calls(text):
 
 def planned(q, k, v):
     return dot_product_attention(q, k, v, scale=0.125)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_an_absent_gpu_has_the_compute_capability_of_its_name(name):
+    (device,) = gpu_devices(GPUS[name], 1)
+    assert Accelerator.of(device).capability == GPUS[name].compute_capability
 
 
 def test_the_kernel_of_the_absent_gpu_is_in_its_program():

@@ -239,8 +239,11 @@ def test_figures_of_the_cost_model_can_be_replaced():
         ValueError, match=facts("speed=1, latency=0", "flops, memory_bandwidth")
     ):
         find_gpu("h200", speed=1, latency=0)
-    with pytest.raises(ValueError, match=facts("'v100'", "a100, h100")):
+    with pytest.raises(ValueError, match=facts("'v100'", "a100, a100-40gb")):
         find_gpu("v100")
+    assert find_gpu("h100", memory=99e9).memory == 99_000_000_000
+    with pytest.raises(ValueError, match=facts("memory=80", "80e9")):
+        find_gpu("h100", memory=80)
     assert find_gpu("H200", devices_per_node=4).cost.devices_per_node == 4
     with pytest.raises(ValueError, match=facts("devices_per_node=4.5, latency=nan")):
         find_gpu("h200", devices_per_node=4.5, latency=float("nan"))

@@ -21,6 +21,23 @@ def reads(
     return FieldTransform(tuple(defaults), read, lambda config: {}, defaults)
 
 
+def said(**wanted: Any) -> FieldTransform:
+    """Returns a transform of fields of which one value is modelled, and has to be said.
+
+    The code of the release takes another where the file does not say.
+    """
+
+    def read(fields: Fields) -> dict[str, Any]:
+        if wrong := [name for name, v in wanted.items() if fields[name] != v]:
+            lines = (
+                f"{n} = {fields[n]!r}: only {wanted[n]!r} is modelled" for n in wrong
+            )
+            raise ValueError("\n".join(lines))
+        return {}
+
+    return reads(read, dict.fromkeys(wanted))
+
+
 def without(fields: Mapping[str, Field], *names: str) -> dict[str, Field]:
     """Returns the fields of a family but some, which the release says otherwise."""
     return {name: field for name, field in fields.items() if name not in names}

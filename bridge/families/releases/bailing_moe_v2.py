@@ -7,10 +7,19 @@ Source: inclusionAI/Ling-mini-2.0 `configuration_bailing_moe_v2.py`,
 import dataclasses
 from typing import Any
 
-from bridge.families import glm4_moe, sarvam_moe
-from bridge.families._family import Field
-from bridge.families.releases._read import Fields, reads
+from bridge.families import _deepseek, glm4_moe, sarvam_moe
+from bridge.families._family import REQUIRED, Field
+from bridge.families._fields import qk_norm_switch
+from bridge.families._hf_rope import rope
+from bridge.families._layer_types import first_dense
+from bridge.families.releases._read import Fields, reads, said
 
+# The code's defaults are of no release.
+_NEEDED = (
+    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"),
+    "max_position_embeddings",
+)
 _SHARED = "moe_shared_expert_intermediate_size"
 
 
@@ -28,18 +37,27 @@ FAMILY = dataclasses.replace(
     written_as=glm4_moe.FAMILY.model_type,
     fields={
         **glm4_moe.FAMILY.fields,
+        **{
+            name: dataclasses.replace(glm4_moe.FAMILY.fields[name], default=REQUIRED)
+            for name in _NEEDED
+        },
         "attention_bias": Field(False, aliases=("use_qkv_bias",)),
     },
-    transforms=(*glm4_moe.FAMILY.transforms, reads(_check_shared, {_SHARED: None})),
+    transforms=(
+        rope(partial=0.5),
+        first_dense(0),
+        _deepseek.shared_experts(None),
+        qk_norm_switch("use_qk_norm", "head"),
+        reads(_check_shared, {_SHARED: None}),
+        said(use_bias=False, moe_router_enable_expert_bias=True),
+    ),
     fixed={
         **glm4_moe.FAMILY.fixed,
         "embedding_dropout": 0.0,
         "output_dropout": 0.0,
-        "moe_router_enable_expert_bias": True,
         "norm_head": False,
         "norm_softmax": False,
         "score_function": "sigmoid",
-        "use_bias": False,
         "use_rmsnorm": True,
         "use_sliding_window": False,
     },

@@ -8,7 +8,13 @@ from typing import Any
 
 from bridge.families import hunyuan_v1_moe
 from bridge.families._family import REQUIRED, Field
-from bridge.families.releases._read import Fields, one_for_all, reads, without
+from bridge.families.releases._read import (
+    Fields,
+    one_for_all,
+    reads,
+    said,
+    without,
+)
 
 _BY_LAYER = {"moe_topk": 1, "num_shared_expert": 1, "moe_intermediate_size": None}
 
@@ -34,7 +40,11 @@ FAMILY = dataclasses.replace(
         **without(hunyuan_v1_moe.FAMILY.fields, "moe_topk"),
         "head_dim": Field(REQUIRED, aliases=("attention_head_dim",)),
     },
-    transforms=(*hunyuan_v1_moe.FAMILY.transforms, reads(_read_by_layer, _BY_LAYER)),
+    transforms=(
+        *hunyuan_v1_moe.FAMILY.transforms,
+        reads(_read_by_layer, _BY_LAYER),
+        said(use_mixed_mlp_moe=True, use_qk_norm=True),
+    ),
     fixed={
         **hunyuan_v1_moe.FAMILY.fixed,
         "mlp_bias": False,
@@ -44,9 +54,7 @@ FAMILY = dataclasses.replace(
         "position_embedding_xdrope": False,
         "routed_scaling_factor": 1.0,
         "use_cla": False,
-        "use_mixed_mlp_moe": True,
         "use_mla": False,
-        "use_qk_norm": True,
         "use_rotary_pos_emb": True,
     },
     # Of images, of the tokenizer, of a head of classes, of what the above switch off.

@@ -7,8 +7,15 @@ import dataclasses
 
 from bridge.families import falcon
 from bridge.families._family import Field
+from bridge.families._field_transform import FieldTransform
 
-*_TRANSFORMS, _ARCHITECTURE = falcon.FAMILY.transforms
+
+def _architecture(**defaults: bool) -> tuple[FieldTransform, ...]:
+    """Falcon's transforms, with what the code takes where a file does not say."""
+    *others, architecture = falcon.FAMILY.transforms
+    read = {**architecture.defaults, **defaults}
+    return *others, dataclasses.replace(architecture, defaults=read)
+
 
 SMALL = dataclasses.replace(
     falcon.FAMILY,
@@ -21,6 +28,7 @@ SMALL = dataclasses.replace(
         "num_attention_heads": Field(8, aliases=("n_head",)),
         "tie_word_embeddings": Field(True),
     },
+    transforms=_architecture(multi_query=False, parallel_attn=False),
     aliases={"n_head_kv": "num_kv_heads"},
 )
 """The 7B, whose heads share one head of keys and values."""
@@ -28,12 +36,6 @@ SMALL = dataclasses.replace(
 LARGE = dataclasses.replace(
     SMALL,
     model_type="RefinedWeb",
-    transforms=(
-        *_TRANSFORMS,
-        dataclasses.replace(
-            _ARCHITECTURE,
-            defaults={**_ARCHITECTURE.defaults, "new_decoder_architecture": True},
-        ),
-    ),
+    transforms=_architecture(new_decoder_architecture=True),
 )
 """The 40B, with heads of keys and values for groups of heads."""
