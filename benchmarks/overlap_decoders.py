@@ -227,9 +227,20 @@ DECODERS = {
 """What `--decoder` takes."""
 
 
-def options_for(plan):
-    """What XLA is told: what a step of this plan tells it."""
-    return options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+# For XLA of jax 0.12 to send rows between nodes: it gathers them all else, see the page
+# of limits.
+_ROWS_BETWEEN_NODES = {
+    "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer": False,
+    "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": True,
+}
+
+
+def options_for(plan, case):
+    """What XLA is told: what a step of this plan tells it, and what a user has to."""
+    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+    if case.ranks_per_node and jax.__version_info__ >= (0, 12):
+        options |= _ROWS_BETWEEN_NODES
+    return options
 
 
 def bubble(plan, microbatches):
@@ -248,7 +259,7 @@ def measure_decoder(name, tx, dump):
 def measure_parts(name, case, parts, tx, dump):
     started = time.perf_counter()
     plan, lowered, memory = case.lower(tx, parts)
-    options = options_for(plan)
+    options = options_for(plan, case)
     cost = GPUS["h200"].cost
     scheduled = compile_scheduled(lowered, cost, case.gpus, options)
     if dump:
