@@ -274,6 +274,7 @@ def _entries(eqns: Iterable[Any], outer: tuple[Any, ...]) -> Iterator[tuple[str,
 
 
 def programs(eqn: Any) -> Iterable[Any]:
+    """Yields the jaxprs that an equation may run."""
     for value in eqn.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             one = getattr(one, "jaxpr", one)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fsdp_jax._scopes import FSDP_UNSHARD
@@ -13,8 +14,6 @@ from fsdp_jax._scopes import FSDP_UNSHARD
 Policy = Callable[..., bool]
 
 _PASSING_ON = ("optimization_barrier", "stop_gradient")
-_OF_REAL = ("complex", "fft")
-"""Primitives with complex results of real operands; those of `fft` may be real."""
 _PARTS = ("real", "imag", "abs")
 """Primitives with real results of complex operands."""
 
@@ -52,19 +51,23 @@ def savable(policy: Policy | None) -> Policy:
     """
 
     def save(primitive, *args, **params) -> bool:
-        if primitive.name not in _PARTS and _makes_unsavable(primitive, args, params):
+        if _makes_unsavable(primitive.name, args, params):
             return False
         return policy is None or policy(primitive, *args, **params)
 
     return save
 
 
-def _makes_unsavable(primitive, args, params) -> bool:
+def _makes_unsavable(name: str, args, params) -> bool:
     """Guesses from a policy's arguments whether a primitive has such results."""
     if called := params.get("call_jaxpr"):
         return any(map(_is_unsavable, called.out_avals))
-    if primitive.name in _OF_REAL:
+    if name == "complex":
         return True
+    if name == "fft":
+        return params["fft_type"] != jax.lax.FftType.IRFFT
+    if name in _PARTS:
+        return any(map(is_float8, args))
     dtype = params.get("new_dtype", params.get("preferred_element_type"))
     if dtype is not None:
         return _is_narrow(dtype) or jnp.issubdtype(dtype, jnp.complexfloating)
@@ -73,12 +76,8 @@ def _makes_unsavable(primitive, args, params) -> bool:
 
 
 def _is_unsavable(array: Any) -> bool:
-    return is_float8(array) or is_complex(array)
-
-
-def is_complex(array: Any) -> bool:
-    """Returns whether an array is complex; it may be abstract."""
-    return jnp.issubdtype(getattr(array, "dtype", jnp.float32), jnp.complexfloating)
+    dtype = getattr(array, "dtype", jnp.float32)
+    return _is_narrow(dtype) or jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def is_float8(array: Any) -> bool:
