@@ -177,13 +177,14 @@ class Family:
         """
         held = set(keys)
 
-        def unlike(mapping: WeightMapping) -> tuple[int, int]:
+        def unlike(mapping: WeightMapping) -> tuple[int, int, int]:
             expected = mapping.by_source()
             others = [
                 key
                 for key in held.intersection(expected)
                 if shape is not None and shape(key) != expected[key][0].source_shape
             ]
-            return len(held.symmetric_difference(expected)), len(others)
+            # What the file has weighs more: adapters have a part of the names.
+            return len(held - expected.keys()), len(expected.keys() - held), len(others)
 
         return min(self.mappings(config), key=unlike)

@@ -91,10 +91,12 @@ def nearest_mapping(
       multimodal: Whether names of other parts than the text part are left out.
     """
 
-    def unlike(mapping: WeightMapping) -> tuple[int, int]:
+    def unlike(mapping: WeightMapping) -> tuple[int, int, int]:
         expected = mapping.by_source().keys()
-        names = names_in_family(keys, mapping, config, multimodal=multimodal)
-        return len({*names.values()} ^ expected), len({*keys} ^ expected)
+        found = names_in_family(keys, mapping, config, multimodal=multimodal)
+        names = set(found.values())
+        # What the file has weighs more: adapters have a part of the names.
+        return len(names - expected), len(expected - names), len({*keys} ^ expected)
 
     return min(mappings, key=unlike)
 

@@ -29,7 +29,7 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError(
-            f"The batch is a {type(batch).__name__} without arrays: pass arrays with "
+            f"The batch is a {type(batch).__name__} of 0 arrays: pass arrays with "
             "the rows of the batch as their first dim."
         )
     _check_arrays(leaves)

@@ -208,20 +208,6 @@ _A100_40GB = dataclasses.replace(
     data_sheet_bandwidth=1_555_000_000_000,
     cost=_cost(312, 1555, links=235, nic=22.5, host=25, products=1.08),
 )
-# NVIDIA L40S data sheet: 362 TFLOP/s dense, 864 GB/s, PCIe 4.0 x16 alone, of whose 32
-# GB/s rings are taken to reach as much as of an H100's links, 370 of 450 GB/s.
-_L40S = GPU(
-    name="l40s",
-    description="NVIDIA L40S",
-    memory=47_600_000_000,
-    compute_capability=(8, 9),
-    cores=142,
-    l2_cache=96 << 20,
-    shared_memory=99 << 10,
-    clock=2.52,
-    data_sheet_bandwidth=864_000_000_000,
-    cost=_cost(362, 864, links=26, nic=22.5, host=25),
-)
 # NVIDIA H100 data sheet, SXM: 989 TFLOP/s, 3.35 TB/s; nccl-tests#212: 370 and 480 GB/s
 # in a node; nccl-tests#290: 46-48 GB/s a NIC of 400 Gb/s.
 _H100 = GPU(
@@ -321,7 +307,7 @@ _GB300 = dataclasses.replace(
 )
 
 _LISTED = (
-    *(_A100, _A100_40GB, _L40S, _H20, _H800, _H100, _H100_500W, _H200),
+    *(_A100, _A100_40GB, _H20, _H800, _H100, _H100_500W, _H200),
     *(_B200, _B300, _GB200, _GB300),
 )
 

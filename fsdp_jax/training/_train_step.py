@@ -150,11 +150,8 @@ class TrainStep:
           FloatingPointError: With `on_nonfinite="raise"`, if a gradient is not finite;
             it names the parameters and the step.
         """
-        if not isinstance(state, TrainState):
-            raise ValueError(
-                f"The state is a {type(state).__name__}: call step(state, batch), with "
-                "the state of fsdp_jax.init_state or of the step before."
-            )
+        if isinstance(batch, TrainState):
+            raise ValueError("The batch is a TrainState: call step(state, batch).")
         check_batch(self.plan, batch, self.num_microbatches)
         self._states.look(state)
         batch = place_batch(self.plan, batch)

@@ -164,7 +164,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--gpu", "v100"), "'v100' is unknown: use a100, a100-40gb, l40s, h20, h800"),
+        (("--gpu", "v100"), "'v100' is unknown: use a100, a100-40gb, h20, h800, h100"),
         (("--mesh", "dp_shard:8"), "'dp_shard:8' is no size of pp, dp_outer"),
         (("--mesh", "tp=2", "--seq", "63"), "--seq 63: tp=2 splits the tokens"),
         (("--mesh", "tp=8"), "num_attention_heads 4 is not a multiple of 8"),

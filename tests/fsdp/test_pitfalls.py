@@ -220,7 +220,7 @@ def test_arguments_in_the_place_of_others_are_named(tmp_path):
         fsdp.make_train_step(plan, lambda p, x: (x @ p["w"]).sum(), optax.adam)
     state = fsdp.init_state(plan, tx, params)
     step = fsdp.make_train_step(plan, lambda p, x: (x @ p["w"]).sum(), tx)
-    with pytest.raises(ValueError, match=facts("step(state, batch)", "ndarray")):
+    with pytest.raises(ValueError, match=facts("step(state, batch)", "TrainState")):
         step(np.ones((8, 8)), state)
     with pytest.raises(ValueError, match=facts("NoneType")):
         step(state, None)

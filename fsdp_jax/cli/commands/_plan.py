@@ -61,8 +61,8 @@ class Plan:
         package.module:Block, a path pattern as layers.*, or either after stacked:.
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
-      gpu: GPU: a100, a100-40gb, l40s, h20, h800, h100, h100-500w, h200, b200, b300,
-        gb200 or gb300.
+      gpu: GPU: a100, a100-40gb, h20, h800, h100, h100-500w, h200, b200, b300, gb200
+        or gb300.
       gpus: Number of GPUs; more than a node has (--gpus-per-node) come in whole nodes.
       mesh: Sizes of the mesh's axes, as in dp_outer=4,dp_shard=-1; default all on
         dp_shard.
