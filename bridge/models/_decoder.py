@@ -36,7 +36,12 @@ from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._per_layer_input import PerLayerInputs
-from bridge.models._positions import Ids, Positions, positions_in_order
+from bridge.models._positions import (
+    Ids,
+    Positions,
+    check_length,
+    positions_in_order,
+)
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._routes import Routes, check_routes
@@ -356,6 +361,7 @@ class Decoder(nnx.Module):
     def _start(self, tokens: Ids, positions: Ids | None) -> _Start:
         """Returns what the layers receive."""
         if positions is None:
+            check_length(self.config, tokens.shape[1], "A row")
             positions = self.positions(tokens)
         x = self.constrain(self._embed(tokens, positions), "embeddings")
         make = self.per_layer_inputs

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from bridge.models._cache import empty_cache
 from bridge.models._decoder import Decoder
 from bridge.models._layer_state import LayerState
+from bridge.models._positions import check_length
 from bridge.models._sample import GREEDY, Sampling, sample
 
 
@@ -71,7 +72,8 @@ def generate(
       Prompts and continuations, `prompt + max_new_tokens` slots wide.
 
     Raises:
-      ValueError: If `max_new_tokens` is below 1, or sampling lacks keys.
+      ValueError: If `max_new_tokens` is below 1, sampling lacks keys, or a table of
+        learned positions ends before.
 
     Examples:
       >>> model = Decoder(config, rngs=nnx.Rngs(0))
@@ -82,6 +84,11 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ValueError(f"generate({max_new_tokens=}) must be at least 1.")
+    check_length(
+        model.config,
+        prompts.shape[1] + max_new_tokens,
+        f"A prompt of {prompts.shape[1]} with {max_new_tokens=}",
+    )
     if sampling.temperature and keys is None:
         raise ValueError(f"{sampling} draws at random: pass keys, one a row.")
     if keys is None:

@@ -5,6 +5,8 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from bridge.models._config import DecoderConfig
+
 Ids = Int[Array, "batch seq"]
 
 
@@ -24,3 +26,21 @@ def positions_in_order(tokens: Ids) -> Ids:
     """
     row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     return jnp.broadcast_to(row[None, :], tokens.shape)
+
+
+def check_length(config: DecoderConfig, length: int, subject: str) -> None:
+    """Raises a `ValueError` if texts are longer than a table of learned positions.
+
+    Positions behind its end would be NaN.
+
+    Args:
+      config: Config of the decoder; any length fits one without such a table.
+      length: Tokens of the longest text.
+      subject: What has this length, for the message.
+    """
+    longest = config.max_position_embeddings
+    if config.learned_positions and length > longest:
+        raise ValueError(
+            f"{subject}: {length} tokens, but this {config.model_type} has learned "
+            f"positions for max_position_embeddings = {longest}. Use at most {longest}."
+        )

@@ -27,7 +27,21 @@ def contradicted(row: Row, tensors: Shapes, leaves: Shapes) -> Row:
         names = [n for n in sized.rule.sources if not matching(n, tensors)]
         names += [path for path in sized.rule.destinations if path not in leaves]
         doubts += [f"there is no {name}" for name in names]
+        doubts += [_REMOVE for name in names if _is_made(name, tensors)]
     return dataclasses.replace(row, doubts=tuple(doubts))
+
+
+_REMOVE = (
+    "PyTorch makes it of others: remove_parametrizations, remove_weight_norm or "
+    "remove_spectral_norm of torch.nn.utils first"
+)
+
+
+def _is_made(name: str, tensors: Shapes) -> bool:
+    """Returns whether a weight is computed from the tensors that there are."""
+    path, dot, last = name.rpartition(".")
+    made = (f"{path}{dot}parametrizations.{last}.", f"{name}_g", f"{name}_orig")
+    return any(key.startswith(made) for key in tensors)
 
 
 def flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> Row:
@@ -36,7 +50,7 @@ def flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> 
     PyTorch flattens channels first, flax channels last, and neither class nor shape
     shows whether the input was flattened. equinox also has channels first.
     """
-    if row.make is not adapt.linear or by == "equinox":
+    if row.make is not adapt.linear or by == "equinox" or "weight" not in layer.shapes:
         return row
     width = layer.shapes["weight"][-1]
     found = [c for c in channels if width > c and width % c == 0]
@@ -61,7 +75,7 @@ def dims_confirmed(
         not row.doubts
         for theirs, ours, row in rows
         if _is_linear(theirs, ours)
-        if len(set(theirs.shapes["weight"])) > 1
+        if len(set(theirs.shapes.get("weight", ()))) > 1
     ]
     if not kernels or not all(kernels):
         return [row for _, _, row in rows]

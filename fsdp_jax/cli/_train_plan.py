@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
+from bridge.models._positions import check_length
 from fsdp_jax.cli._context_parallel import (
     DOCUMENT_SEQUENCES,
     SEQUENCES,
@@ -45,9 +46,12 @@ def plan_run(
       documents: Whether rows are of documents.
 
     Raises:
-      ValueError: If the mesh does not divide rows, batch or experts.
+      ValueError: If the mesh does not divide rows, batch or experts, or rows are longer
+        than a table of learned positions.
     """
-    check_rows(config.data.seq, mesh.shape["tp"], mesh.shape["cp"])
+    seq = config.data.seq
+    check_length(origin.config, seq, f"--seq {seq}")
+    check_rows(seq, mesh.shape["tp"], mesh.shape["cp"])
     config.routing.check(origin.config)
     precision, padded = config.precision, config.routing.pads(mesh)
     plan = plan_decoder(

@@ -210,3 +210,13 @@ def test_one_rule_fills_all_layers_of_a_list_and_needs_no_layout():
 def test_a_rule_without_a_layout_elsewhere_says_what_it_lacks():
     with pytest.raises(ValueError, match=facts("b", "layout")):
         _ = Rule("a", "b").layouts
+
+
+@pytest.mark.parametrize(
+    "made",
+    [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.spectral_norm],
+)
+def test_a_weight_that_pytorch_makes_of_others_is_in_doubt(made):
+    like = nnx.state(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=facts("remove_spectral_norm", "adapt.linear")):
+        bridge.from_torch(made(torch.nn.Linear(4, 3)), like)

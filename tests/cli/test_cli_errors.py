@@ -296,6 +296,17 @@ def test_a_model_that_lacks_tensors_is_not_compared(places, tmp_path, capsys):
     assert re.search(facts("3 tensors", *named), message)
 
 
+def test_weights_of_more_bits_than_the_config_says_are_compared_as_they_are(
+    write_llama, tmp_path
+):
+    pytest.importorskip("torch")
+    path = write_llama(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    said = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(config | said))
+    assert main(["compare", str(path), str(path), "--devices", "1"]) == 0
+
+
 def test_losses_apart_have_status_1(trained, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     lines = [json.loads(line) for line in trained.metrics.read_text().splitlines()]

@@ -1,12 +1,15 @@
 """Perplexity from the command line: every token counts once."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.errors import facts
+from tiny_configs import hf_fields
 
 import bridge
 from bridge.models import Decoder
@@ -83,3 +86,23 @@ def test_a_single_token_predicts_nothing(llama, tmp_path, capsys):
     (tmp_path / "a").write_text("a")
     assert main(["eval", str(llama), "--data", str(tmp_path / "a")]) == 2
     assert "nothing to predict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "train", "compare"])
+def test_rows_longer_than_learned_positions_are_refused(
+    command, text, tmp_path, capsys
+):
+    fields = hf_fields("gpt2", max_position_embeddings=32, vocab_size=256)
+    config = bridge.from_hf_config(fields)
+    model = str(tmp_path / "model")
+    bridge.save_hf(model, nnx.state(Decoder(config, rngs=nnx.Rngs(0))), config)
+    data = ["--data", str(text)]
+    argv = {
+        "eval": [model, *data],
+        "train": ["--hf", model, *data, "--steps", "1", "--save", str(tmp_path / "x")],
+        "compare": [model, model, "--against", "bridge"],
+    }[command]
+    assert main([command, *argv, "--seq", "33"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(facts("--seq 33", "max_position_embeddings = 32", "gpt2"), said)
+    assert not (tmp_path / "x").exists()

@@ -14,6 +14,7 @@ import tyro
 from jaxtyping import Float32, Int
 
 import fsdp_jax as fsdp
+from bridge.models._positions import check_length
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._errors import CheckFailed, require
 from fsdp_jax.cli._model_source import Origin, open_any, read_config
@@ -98,6 +99,7 @@ class Compare:
             raise ValueError(f"--seq {self.seq} must be at least 1.")
         devices = self.where.pick()
         ours = open_any(self.checkpoint, self.step, ignore_fields=self.ignore_field)
+        check_length(ours.config, self.seq, f"--seq {self.seq}")
         vocab = ours.config.vocab_size
         other = self._open_other(vocab)
         shape = len(devices), self.seq
@@ -204,7 +206,10 @@ def _outputs_of_transformers(path: Path, tokens: Tokens) -> Outputs:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # What is missing is said below.
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        path, output_loading_info=True
+        # Not the dtype that the config says: the weights would be rounded to it.
+        path,
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 import fsdp_jax as fsdp
 from bridge.models import Decoder
+from bridge.models._positions import check_length
 from fsdp_jax.cli._average import averaged
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
@@ -75,6 +76,7 @@ class Eval:
         origin = open_any(self.model, self.step, ignore_fields=self.ignore_field)
         if self.ema:
             origin = averaged(origin)
+        check_length(origin.config, self.seq, f"--seq {self.seq}")
         tokens = self._read_tokens(origin)
         plan = plan_decoder(
             origin.config,
