@@ -91,16 +91,17 @@ FIGURES = (
         )
         for jax, venv in LANES.items()
     ),
-    # XLA of jax 0.12 sends rows between nodes by an all-gather.
+    # XLA of jax 0.12 sends rows between nodes by an all-gather unless told otherwise.
     *(
         Figure(
-            f"overlap_{decoder}_jax0.10.2",
-            (f"overlap.py --decoder {decoder} --out OUT",),
-            venv=LANES["jax0.10.2"],
+            f"overlap_deepseek-v3-by-node-float8{gather}_{jax}",
+            (f"overlap.py --decoder deepseek-v3-by-node-float8{gather} --out OUT",),
+            venv=LANES[jax],
         )
-        for decoder in (
-            "deepseek-v3-by-node-float8",
-            "deepseek-v3-by-node-float8-gather",
+        for gather, jax in (
+            ("", "jax0.10.2"),
+            ("-gather", "jax0.10.2"),
+            ("-gather", "jax0.12.0.1"),
         )
     ),
     Figure("gpu_check_predicted", ("gpu_check.py --predict --out OUT",)),

@@ -14,6 +14,7 @@ TUNE = "docs/pages/how-to/tune-performance.md"
 BRING = "docs/pages/how-to/bring-your-model.md"
 SECURITY = "docs/pages/explanation/security.md"
 HOLDS = "docs/pages/explanation/what-holds.md"
+LIMITS = "docs/pages/explanation/limits.md"
 LANES = ("0.10.2", "0.12.0.1")
 FORMS = ("annotations", "plain_scan", "fsdp_jax")
 LARGER = {
@@ -545,6 +546,16 @@ def test_tokens_once_a_node_and_in_float8_take_what_is_said():
         f"{seconds[1]:.1f} s with `batch_parts=2` alone"
     ) in page
     assert f"{seconds[2]:.1f} s and {floors[1]:.2f} times." in page
+
+
+def test_rows_between_nodes_take_as_long_by_both_versions_of_jax():
+    name = "overlap_deepseek-v3-by-node-float8-gather"
+    older, newer = (
+        min(row["step_ms"] for row in read(f"{name}_{jax}")["rows"]) / 1e3
+        for jax in ("jax0.10.2", "jax0.12.0.1")
+    )
+    assert f"{older:.1f}" == f"{newer:.1f}"
+    assert f"takes {newer:.1f} s, as by jax 0.10.2" in said(LIMITS)
 
 
 def test_training_with_products_in_float8_comes_to_what_is_said():
