@@ -36,12 +36,7 @@ from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._per_layer_input import PerLayerInputs
-from bridge.models._positions import (
-    Ids,
-    Positions,
-    check_length,
-    positions_in_order,
-)
+from bridge.models._positions import Ids, Positions, check_length, positions_in_order
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._routes import Routes, check_routes

@@ -311,6 +311,7 @@ RELEASES: dict[str, Release] = {
             "num_nextn_predict_layers": 0,
             "num_shared_experts": 1,
             "partial_rotary_factor": 0.5,
+            "rotary_dim": 6,
             "rms_norm_eps": 1e-5,
             "routed_scaling_factor": 1.5,
             "router_dtype": "fp32",

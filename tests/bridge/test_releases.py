@@ -112,6 +112,10 @@ def test_a_layer_that_predicts_a_further_token_is_left_out(tmp_path):
         ("hunyuan", {"moe_topk": [2, 1]}, ["moe_topk", "[2, 1]"]),
         ("hunyuan", {"num_shared_expert": 2}, ["num_shared_expert = 2", "80"]),
         ("RefinedWebModel", {"alibi": True}, ["alibi", "False"]),
+        ("bailing_moe_v2", {"rotary_dim": 12}, ["rotary_dim = 12", "6"]),
+        ("chatglm", {"interleaved_qkv": True}, ["interleaved_qkv", "False"]),
+        ("hunyuan", {"moe_drop_tokens": True}, ["moe_drop_tokens", "False"]),
+        ("hunyuan", {"group_limited_greedy": True}, ["group_limited_greedy"]),
         # What the code takes where the file does not say.
         ("bailing_moe_v2", {"use_bias": None}, ["use_bias", "False"]),
         ("hunyuan", {"use_qk_norm": None}, ["use_qk_norm", "True"]),

@@ -23,10 +23,19 @@ _NEEDED = (
 _SHARED = "moe_shared_expert_intermediate_size"
 
 
-def _check_shared(fields: Fields) -> dict[str, Any]:
-    width, one = fields[_SHARED], fields["moe_intermediate_size"]
-    if width not in (None, one):
-        raise ValueError(f"{_SHARED} = {width}: only moe_intermediate_size = {one}")
+def _check_derived(fields: Fields) -> dict[str, Any]:
+    """Refuses what a file says twice, and differently."""
+    head_dim = (
+        fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    )
+    derived = {
+        _SHARED: fields["moe_intermediate_size"],
+        "rotary_dim": int(head_dim * fields["partial_rotary_factor"]),
+    }
+    wrong = [name for name, v in derived.items() if fields[name] not in (None, v)]
+    if wrong:
+        lines = (f"{n} = {fields[n]}: only {derived[n]} is modelled" for n in wrong)
+        raise ValueError("\n".join(lines))
     return {}
 
 
@@ -48,7 +57,7 @@ FAMILY = dataclasses.replace(
         first_dense(0),
         _deepseek.shared_experts(None),
         qk_norm_switch("use_qk_norm", "head"),
-        reads(_check_shared, {_SHARED: None}),
+        reads(_check_derived, {_SHARED: None, "rotary_dim": None}),
         said(use_bias=False, moe_router_enable_expert_bias=True),
     ),
     fixed={
@@ -60,12 +69,13 @@ FAMILY = dataclasses.replace(
         "score_function": "sigmoid",
         "use_rmsnorm": True,
         "use_sliding_window": False,
+        "using_split_qkv_in_self_attention": False,
     },
     aliases={**glm4_moe.FAMILY.aliases, "num_shared_experts": "n_shared_experts"},
     unread=frozenset(
         """
-        max_window_layers mtp_loss_scaling_factor rotary_dim router_dtype router_type
-        sliding_window using_split_qkv_in_self_attention
+        max_window_layers mtp_loss_scaling_factor router_dtype router_type
+        sliding_window
         """.split()
     ),
     key_mappings=sarvam_moe.FAMILY.key_mappings[:1],

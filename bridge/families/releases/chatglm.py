@@ -89,6 +89,8 @@ FAMILY = dataclasses.replace(
     fixed={
         "add_bias_linear": False,
         "apply_residual_connection_post_layernorm": False,
+        "fp32_residual_connection": False,
+        "interleaved_qkv": False,
         "original_rope": True,
         "post_layer_norm": True,
         "rmsnorm": True,
@@ -97,11 +99,11 @@ FAMILY = dataclasses.replace(
         "pre_seq_len": None,
         "quantization_bit": 0,
     },
-    # How its code computes the same numbers, and tokens of its tokenizer.
+    # How its code computes the same numbers, and prompts that are trained.
     unread=frozenset(
         """
         apply_query_key_layer_scaling attention_softmax_in_fp32 bias_dropout_fusion
-        fp32_residual_connection interleaved_qkv prefix_projection
+        prefix_projection
         """.split()
     ),
     key_mappings=(

@@ -47,7 +47,9 @@ FAMILY = dataclasses.replace(
     ),
     fixed={
         **hunyuan_v1_moe.FAMILY.fixed,
+        "group_limited_greedy": False,
         "mlp_bias": False,
+        "moe_drop_tokens": False,
         "moe_layer_num_skipped": 0,
         "norm_topk_prob": True,
         "norm_type": "rms",
@@ -62,9 +64,9 @@ FAMILY = dataclasses.replace(
         """
         add_classification_head anyres_pooling_size anyres_vit_max_image_size
         anyres_vit_two_views capacity_factor cla_share_factor class_num dense_list
-        group_limited_greedy im_end_id im_newline_id im_start_id image_token_id
-        kv_lora_rank mask_init_id moe_drop_tokens moe_random_routing_dropped_token
-        n_group num_media_embeds org_vocab_size pad_id pool_type q_lora_rank
+        im_end_id im_newline_id im_start_id image_token_id kv_lora_rank mask_init_id
+        moe_random_routing_dropped_token n_group num_media_embeds org_vocab_size pad_id
+        pool_type q_lora_rank
         qk_nope_head_dim qk_rope_head_dim skip_cls_token text_end_id text_start_id
         topk_group v_head_dim video_end_id video_start_id vit_add_patchemb_bias
         vit_input_resolution vit_mapping_type vit_norm_type vit_patch vit_path

@@ -21,13 +21,12 @@ _MULTIPLIERS = (
 def _read_multipliers(fields: Fields) -> dict[str, Any]:
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     head_dim = fields["head_dim"] or width // heads
-    base = fields["dim_model_base"]
     return {
         "embedding_multiplier": fields["scale_emb"],
         "residual_multiplier": fields["scale_depth"]
         / fields["num_hidden_layers"] ** 0.5,
         "attention_multiplier": head_dim**-0.5,
-        "logits_scaling": 1.0 if base is None else width / base,
+        "logits_scaling": width / fields["dim_model_base"],
     }
 
 
