@@ -10,7 +10,7 @@ from fsdp_jax.planner import GPU, find_gpu
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Figures of the cost model, instead of those of the GPU.
+    """Figures of a GPU, instead of those that are listed for it.
 
     Attributes:
       gpu_memory_gb: Memory of the GPU, GB.
