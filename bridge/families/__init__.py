@@ -12,9 +12,11 @@ from bridge.families import (
     arcee,
     bamba,
     bloom,
+    codegen,
     cohere,
     cohere2,
     cwm,
+    dbrx,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
@@ -28,6 +30,7 @@ from bridge.families import (
     falcon_h1,
     falcon_mamba,
     flex_olmo,
+    flint,
     gemma,
     gemma2,
     gemma3,
@@ -59,6 +62,7 @@ from bridge.families import (
     iquestcoder,
     jais2,
     jamba,
+    kolibri1,
     lfm2,
     lfm2_moe,
     llama,
@@ -120,6 +124,7 @@ _MODULES = (
     *(ministral, helium, cwm, vaultgemma, youtu, exaone, hyperclovax, iquestcoder),
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
+    *(codegen, dbrx, flint, kolibri1),
 )
 
 

@@ -8,6 +8,7 @@ from bridge.models import DecoderConfig
 from bridge.models._decoder_fields import LayerType
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_PATTERN = "sliding_window_pattern"
 Fields = Mapping[str, Any]
 
 
@@ -39,15 +40,19 @@ def layer_types(every: int, pattern_field: str | None = None) -> FieldTransform:
     return FieldTransform(tuple(defaults), read, write, defaults)
 
 
-def turned_where_sliding(every: int) -> FieldTransform:
+def turned_where_sliding(
+    every: int, window: int = 4096, pattern_field: str | None = _PATTERN
+) -> FieldTransform:
     """Reads the type of each layer, where full layers have no rope.
 
     Args:
       every: Every so many layers are full, others slide, where the file says neither
-        `layer_types` nor `sliding_window_pattern`.
+        `layer_types` nor the pattern.
+      window: What transformers takes for `sliding_window` where the file does not say.
+      pattern_field: The field of that pattern; None if the family has none.
     """
-    defaults = {"sliding_window": 4096, "layer_types": None}
-    types = layer_types(every, _PATTERN)
+    defaults = {"sliding_window": window, "layer_types": None}
+    types = layer_types(every, pattern_field)
 
     def read(fields: Fields) -> dict[str, Any]:
         window = fields["sliding_window"]
@@ -68,11 +73,8 @@ def turned_where_sliding(every: int) -> FieldTransform:
         }
 
     return FieldTransform(
-        (*defaults, _PATTERN), read, write, {**defaults, **types.defaults}
+        tuple(defaults | types.defaults), read, write, {**defaults, **types.defaults}
     )
-
-
-_PATTERN = "sliding_window_pattern"
 
 
 def window_of_all(default: int | None = None) -> FieldTransform:
@@ -317,11 +319,17 @@ SPARSE_BY_TYPE = _dense_by_type(())
 """The same, where all layers are sparse by default."""
 
 
-def _dense_by_step() -> FieldTransform:
+def dense_by_step(default: tuple[int, ...] = ()) -> FieldTransform:
+    """Reads after how many layers one is sparse, and which are dense nevertheless.
+
+    Args:
+      default: Layers that are dense where the file lists none.
+    """
     step, listed = "decoder_sparse_step", "mlp_only_layers"
 
     def read(fields: Fields) -> dict[str, Any]:
-        period, dense = interval(fields, step), fields[listed] or ()
+        period, given = interval(fields, step), fields[listed]
+        dense = default if given is None else given
         return {
             "dense_layers": tuple(
                 layer
@@ -336,5 +344,5 @@ def _dense_by_step() -> FieldTransform:
     return FieldTransform((step, listed), read, write, {step: 1, listed: None})
 
 
-DENSE_BY_STEP = _dense_by_step()
+DENSE_BY_STEP = dense_by_step()
 """Every so many layers are sparse, but for those that are listed."""

@@ -34,6 +34,7 @@ class MoEConfig:
         best two (`top2_sum`).
       correction_bias: Whether a bias that no gradient trains is added to the scores
         for the choice of experts, but not to their weights.
+      corrected_logits: Whether that bias is added to the logits, before `scoring`.
       router_bias: Whether the router's projection has a bias.
       float32_logits: Whether the router projects in float32 for weights of any dtype.
       rounded_weights: Whether the weights are rounded to the dtype of the model.
@@ -72,6 +73,7 @@ class MoEConfig:
     topk_group: int | None = None
     group_scoring: Literal["max", "top2_sum"] = "max"
     correction_bias: bool = False
+    corrected_logits: bool = False
     router_bias: bool = False
     float32_logits: bool = False
     rounded_weights: bool = False
@@ -105,6 +107,8 @@ class MoEConfig:
             wrong.append(f"num_experts_per_tok {chosen}: weighted_inputs are of 1")
         if self.scoring == "sparsemixer" and chosen != 2:
             wrong.append(f"num_experts_per_tok {chosen}: scoring sparsemixer chooses 2")
+        if self.corrected_logits and not self.correction_bias:
+            wrong.append("corrected_logits without correction_bias corrects nothing")
         if self.scoring in ("softmax_of_chosen", "sparsemixer"):
             wrong += [
                 f"{name} is set, but {self.scoring} never reads it"

@@ -82,7 +82,9 @@ class Router(nnx.Module):
             return experts, self._weights_among_close(logits, experts), logits
         function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
         scores = function[config.scoring](_widen(logits))
-        experts = self._choose(scores) if experts is None else experts
+        if experts is None:
+            wide = _widen(logits)
+            experts = self._choose(wide if config.corrected_logits else scores)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.norm_topk_prob:
             total = weights.sum(axis=-1, keepdims=True)

@@ -170,6 +170,10 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "distances": ("mpt", {"alibi_bias_max": 4.0}),
     "chunks": ("llama4", {"attention_chunk_size": 24}),
     "weights of inputs": ("llama4", {"moe.weighted_inputs": False}),
+    "corrected logits": ("kolibri1", {"moe.corrected_logits": False}),
+    "clip of what three projections give": ("dbrx", {"clip_qkv": None}),
+    "turning where no layer slides": ("flint", {"no_rope_layers": ()}),
+    "pairs of four parts": ("codegen", {"rope.interleaved": False}),
     "norms of turned heads alone": (
         "llama4",
         {"qk_norm_after_rope": False, "qk_norm": None},
