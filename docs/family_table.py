@@ -10,7 +10,7 @@ from bridge.families.releases import RELEASES
 from bridge.megatron import TWINS
 
 _HEAD = (
-    "| `model_type` | Models | Class of transformers | Experts | Positions "
+    "| `model_type` | Models | Class | Experts | Positions "
     "| Beside attention | cp | Megatron |"
 )
 _RELEASE_FILES = dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "refined_web")

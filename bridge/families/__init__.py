@@ -17,6 +17,7 @@ from bridge.families import (
     cohere2,
     cwm,
     dbrx,
+    deepseek,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
@@ -124,7 +125,7 @@ _MODULES = (
     *(ministral, helium, cwm, vaultgemma, youtu, exaone, hyperclovax, iquestcoder),
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
-    *(codegen, dbrx, flint, kolibri1),
+    *(codegen, dbrx, flint, kolibri1, deepseek),
 )
 
 

@@ -1,7 +1,7 @@
 """Names of config fields that transformers knows, by `model_type`.
 
-`python tests/helpers/transformers_fields.py` writes them to transformers_fields.json,
-from the transformers that is installed.
+`PYTHONPATH=tests python tests/helpers/transformers_fields.py` writes them to
+transformers_fields.json, from the transformers that is installed.
 """
 
 from __future__ import annotations

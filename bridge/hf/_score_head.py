@@ -29,7 +29,7 @@ _WITHOUT = frozenset(
     | {"youtu", "exaone", "hyperclovax", "iquestcoder", "jais2", "granite_swa"}
     | {"granitemoe_swa", "solar_open", "sarvam_moe", "sarvam_mla", "mellum"}
     | {"exaone_moe", "flex_olmo", "hy_v3", "afmoe", "bamba", "nanochat"}
-    | {"falcon_mamba"}
+    | {"falcon_mamba", "codegen", "dbrx", "deepseek", "flint", "kolibri1"}
 )
 
 

@@ -106,6 +106,10 @@ def _refusal(fields: dict[str, Any]) -> str:
     return ""
 
 
+# A base in `attn_config` is that of the weights: transformers reads it there no more.
+READ_ELSEWHERE = {("dbrx", "rope_parameters")}
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_field_left_out_is_read_as_transformers_fills_it_in_or_refused(name):
     fields = SETTINGS[name]
@@ -113,7 +117,43 @@ def test_a_field_left_out_is_read_as_transformers_fills_it_in_or_refused(name):
     assert bridge.from_hf_config(whole) == bridge.from_hf_config(fields)
     for given in (fields, whole):
         for left_out in given:
+            if (name, left_out) in READ_ELSEWHERE:
+                continue
             rest = {k: v for k, v in given.items() if k != left_out}
             theirs = None if left_out == "model_type" else filled(rest)
             if theirs is not None and not _refusal(rest):
                 assert bridge.from_hf_config(rest) == bridge.from_hf_config(theirs)
+
+
+def test_a_base_beside_the_heads_of_dbrx_is_read_and_written_for_both_readers():
+    fields = hf_fields("dbrx")
+    want = bridge.from_hf_config(fields)
+    released = {k: v for k, v in fields.items() if k != "rope_parameters"}
+    assert bridge.from_hf_config(released) == want
+    written = bridge.to_hf_config(want)
+    assert written["attn_config"]["rope_theta"] == 500
+    assert filled(written)["rope_parameters"]["rope_theta"] == 500
+    other = {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
+    with pytest.raises(
+        ValueError, match=facts("attn_config.rope_theta", "500.0", "10.0")
+    ):
+        bridge.from_hf_config(other)
+
+
+WRONG_PARTS = {
+    "attn_config": {"clip_qkv": 8, "rotary": 3},
+    "ffn_config": {"ffn_act_fn": {"name": "gelu"}, "moe_normalize_expert_weights": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_parts_of_dbrx_that_are_not_modelled_are_refused_by_name(name):
+    said = WRONG_PARTS[name]
+    last, value = list(said.items())[-1]
+    with pytest.raises(ValueError, match=facts(f"{name}.{last}", str(value))):
+        bridge.from_hf_config(hf_fields("dbrx") | {name: said})
+
+
+def test_heads_of_codegen_are_in_four_parts():
+    with pytest.raises(ValueError, match=facts("n_head", "6", "4")):
+        bridge.from_hf_config(hf_fields("codegen") | {"n_head": 6, "n_embd": 48})

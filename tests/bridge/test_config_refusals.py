@@ -17,7 +17,7 @@ TURNED_IN_PART = {
 # attention, or another field in its place.
 WITHOUT_FACTOR = {
     *("gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba", "mamba2", "jamba"),
-    *("gpt_neo", "falcon_mamba"),
+    *("gpt_neo", "falcon_mamba", "codegen"),
 }
 # Whose layers of each kind have a rope of their own: the field beside is not read.
 BY_LAYER_TYPE = {"gemma4_text", "mellum"}

@@ -41,6 +41,23 @@ _ALIKE: dict[str, dict[str, Any]] = {
         "route_norm": True,
         "use_grouped_mm": False,
     },
+    "dbrx": {
+        "attn_config": {
+            **{"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 500},
+            "model_type": "",
+        },
+        "ffn_config": {
+            **{"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3},
+            **{"model_type": "", "moe_jitter_eps": 0, "moe_loss_weight": 0.05},
+        },
+        "rope_parameters": None,
+    },
+    "codegen": {
+        **{"gradient_checkpointing": False, "scale_attn_weights": True},
+        **{"summary_activation": None, "summary_first_dropout": 0.1},
+        **{"summary_proj_to_labels": True, "summary_type": "cls_index"},
+        "summary_use_proj": True,
+    },
     "mellum": {"max_window_layers": 0, "use_sliding_window": True},
     "sarvam_moe": {"score_function": "sigmoid", "use_qkv_bias": True},
     "sarvam_mla": {"head_dim": 24, "q_head_dim": 18},  # of a cached row, and derived

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
 import pytest
 from tiny_configs import VARIANTS, hf_fields
 from transformers import CONFIG_MAPPING

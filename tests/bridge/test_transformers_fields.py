@@ -35,7 +35,7 @@ def test_the_names_are_those_of_the_transformers_that_is_installed():
     rope = transformers_fields.known_rope_keys()
     written = transformers_fields.OUT.read_text()
     assert transformers_fields.as_json(common, own, rope) == written, (
-        "run `python tests/helpers/transformers_fields.py`"
+        "run `PYTHONPATH=tests python tests/helpers/transformers_fields.py`"
     )
     assert (common, own, rope) == (COMMON, BY_MODEL_TYPE, ROPE_KEYS)
 

@@ -845,6 +845,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         **TWO,
     },
+    "deepseek": {
+        "model_type": "deepseek",
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
     "flint": {
         "model_type": "flint",
         **EXPERTS,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
 import jax
 import jax.numpy as jnp
 import numpy as np

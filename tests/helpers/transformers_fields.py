@@ -1,9 +1,10 @@
 """The names of config fields that transformers knows, as bridge has them.
 
-`python tests/helpers/transformers_fields.py` writes `transformers_fields.json` anew. A
-name is known if a config class declares it, or the source of the class, of its model
-or of what all models share takes it from a config. What is written there errs on the
-side of too many names: a field that is known and not modelled is refused.
+`PYTHONPATH=tests python tests/helpers/transformers_fields.py` writes
+`transformers_fields.json` anew. A name is known if a config class declares it, or the
+source of the class, of its model or of what all models share takes it from a config.
+What is written there errs on the side of too many names: a field that is known and not
+modelled is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
 import transformers
 from transformers import (
     CONFIG_MAPPING,

@@ -163,6 +163,8 @@ def _wrong_weights(moe: MoEConfig) -> list[str]:
         wrong.append("moe.norm_topk_prob = False of sigmoids: it always divides")
     if moe.scoring != "sigmoid" and moe.correction_bias:
         wrong.append("moe.correction_bias = True: it has one of sigmoids alone")
+    if moe.corrected_logits:
+        wrong.append("moe.corrected_logits = True: it corrects scores")
     if moe.own_norms or moe.expert_scale:
         wrong.append("moe.own_norms, moe.expert_scale: its router has neither")
     if moe.norm_topk_prob and moe.norm_topk_eps != 1e-20:
