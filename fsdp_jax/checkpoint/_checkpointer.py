@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from fsdp_jax.checkpoint._save import Beside, check_free, savable_step
 from fsdp_jax.checkpoint._steps import (
     Step,
     committed_steps,
+    is_step_number,
     latest_step,
     resolve_step,
 )
@@ -274,6 +276,11 @@ class Checkpointer:
           LostProcessError: If another process hangs or is gone.
           SystemExit: After SIGTERM, once the step is committed.
         """
+        if not is_step_number(step):
+            raise ValueError(
+                f"save({step!r}, state): it is no number of a step. Use an int."
+            )
+        step = operator.index(step)
         self._check_is_newest(step)
         stop = self._terminated.is_set() or self._saves.must_stop()
         if stop and latest_step(self._path) == step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +116,9 @@ def match(
     if options.strict not in _ON_UNEXPECTED_AND_MISSING:
         known = ", ".join(_ON_UNEXPECTED_AND_MISSING)
         raise ValueError(f"strict={options.strict!r}: it is one of {known}.")
+    if options.cast not in get_args(Cast):
+        known = ", ".join(map(repr, get_args(Cast)))
+        raise ValueError(f"cast={options.cast!r}: it is one of {known}.")
     on_unexpected, on_missing = _ON_UNEXPECTED_AND_MISSING[options.strict]
     unexpected = _only_in((*wanted, *wanted_objects), {*stored, *stored_objects})
     missing = _only_in((*stored, *sorted(stored_objects)), {*wanted, *wanted_objects})

@@ -9,6 +9,8 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from fsdp_jax.checkpoint import _manifest
 from fsdp_jax.checkpoint._manifest import (
     ITEM,
@@ -88,7 +90,7 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
         )
     if step == "latest-good":
         return _latest_good(path, available)
-    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+    if step is not None and not is_step_number(step):
         raise ValueError(
             f"step={step!r} is no number of a step: use an int such as "
             f"{available[-1]}, None for the newest, or 'latest-good'."
@@ -98,6 +100,11 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
             f"No step {step} in '{path}', which holds {', '.join(map(str, available))}."
         )
     return available[-1] if step is None else operator.index(step)
+
+
+def is_step_number(step: Any) -> bool:
+    """Returns whether a value is a whole number, of any type but bool."""
+    return hasattr(step, "__index__") and not isinstance(step, bool | np.bool_)
 
 
 def _hint(directory: Path) -> str:

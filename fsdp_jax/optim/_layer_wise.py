@@ -97,6 +97,7 @@ def layer_wise(
       `muon.py::TensorParallelMuon` with `split_qkv` and its mode `duplicated`: what it
       computes on each rank of tp, one device computes here.
     """
+    matrices = _held(matrices)
     chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
     layouts = _stack_layouts(plan, chosen, matrices, per_matrix=per_matrix)
     shapes = {param.name: param.shape for param in chosen}
@@ -165,6 +166,7 @@ def layer_wise_work(
       >>> fsdp.optim.layer_wise_work(plan, ["a"]).loads
       (2048, 1024)
     """
+    matrices = _held(matrices)
     chosen = [param for param in plan.param_plans if _is_chosen(param, matrices)]
     return work_of(_stack_layouts(plan, chosen, matrices, per_matrix=per_matrix))
 
@@ -315,6 +317,11 @@ def _fused(name: str, matrices: Selection) -> FusedMatrix | None:
         return None
     found = next(of for pattern, of in matrices.items() if matches(pattern, name))
     return found if isinstance(found, FusedMatrix) else None
+
+
+def _held(matrices: Selection) -> Selection:
+    """Returns the patterns in a form that can be read again, as a generator cannot."""
+    return matrices if isinstance(matrices, Mapping) else tuple(matrices)
 
 
 def _is_chosen(param: ParamPlan, patterns: Selection) -> bool:

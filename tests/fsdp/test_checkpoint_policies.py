@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers.errors import facts
@@ -14,6 +15,7 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import _keep_best
 
 
 @pytest.mark.parametrize("keeps_others", [True, False])
@@ -45,14 +47,57 @@ LOSSES = {1: 5.0, 2: 3.0, 3: None, 4: 3.0, 5: 4.0, 6: float("nan"), 7: 6.0}
     ],
 )
 def test_the_best_steps_are_kept_and_the_newest(options, kept, tmp_path, tiny_state):
-    policy = fsdp.checkpoint.KeepBest(tmp_path, "loss", **options)
-    with fsdp.Checkpointer(tmp_path, preservation_policy=policy) as checkpointer:
-        for step, loss in LOSSES.items():
-            state = dataclasses.replace(tiny_state, step=jnp.int32(step))
+    save_all(tmp_path, tiny_state, LOSSES, **options)
+    assert kept_in(tmp_path) == kept
+
+
+def save_all(path, state, losses, name="loss", **options):
+    policy = fsdp.checkpoint.KeepBest(path, name, **options)
+    with fsdp.Checkpointer(path, preservation_policy=policy) as checkpointer:
+        for step, loss in losses.items():
+            stepped = dataclasses.replace(state, step=jnp.int32(step))
             metadata = {} if loss is None else {"loss": loss}
-            checkpointer.save(step, state, metadata=metadata)
-    names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert names == {str(step) for step in kept}
+            checkpointer.save(step, stepped, metadata=metadata)
+            checkpointer.wait()
+
+
+def kept_in(path):
+    return {int(folder.name) for folder in path.iterdir() if folder.is_dir()}
+
+
+@pytest.mark.parametrize(
+    "number", [np.float32, np.float64, int, np.int64, np.array, np.float16]
+)
+def test_a_number_of_any_type_is_compared(number, tmp_path, tiny_state):
+    losses = {step: number(loss) for step, loss in enumerate([3.0, 1, 2, 4, 5], 1)}
+    save_all(tmp_path, tiny_state, losses)
+    assert kept_in(tmp_path) == {2, 5}
+
+
+def test_all_are_kept_where_no_step_has_the_number(tmp_path, tiny_state, caplog):
+    save_all(tmp_path, tiny_state, {1: 3.0, 2: 1.0, 3: 2.0}, name="eval-loss")
+    assert kept_in(tmp_path) == {1, 2, 3}
+    assert "'eval-loss'" in caplog.text
+
+
+def test_a_step_that_cannot_be_read_is_kept(tmp_path, tiny_state, caplog, monkeypatch):
+    read = _keep_best.load_metadata
+
+    def failing(path, *, step):
+        if step == 2:
+            raise OSError("Stale file handle")
+        return read(path, step=step)
+
+    monkeypatch.setattr(_keep_best, "load_metadata", failing)
+    save_all(tmp_path, tiny_state, {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0})
+    assert kept_in(tmp_path) == {2, 3, 4}
+    assert "step 2 is kept" in caplog.text and "Stale" in caplog.text
+
+
+@pytest.mark.parametrize("best", ["min", "lowest", None])
+def test_another_best_is_refused(best):
+    with pytest.raises(ValueError, match=facts(f"KeepBest(best={best!r})", "'least'")):
+        fsdp.checkpoint.KeepBest("run", "loss", best=best)
 
 
 def test_no_step_to_keep_is_refused():

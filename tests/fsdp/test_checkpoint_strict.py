@@ -247,6 +247,16 @@ def test_floats_are_cast_when_asked_as_jax_casts_them_and_never_otherwise(
             fsdp.load(tmp_path, like)
 
 
+@pytest.mark.parametrize("cast", ["none", "Never", "float", None, False, jnp.float16])
+def test_another_cast_is_refused(tmp_path, cast):
+    state = state_of({"w": jnp.zeros(2)})
+    fsdp.save(tmp_path, state)
+    with pytest.raises(
+        ValueError, match=facts(f"cast={cast!r}", "'never'", "'floats'")
+    ):
+        fsdp.load(tmp_path, abstract(state), cast=cast)
+
+
 @pytest.mark.parametrize(
     "have, want", [("float32", "int32"), ("int32", "float32"), ("int32", "int8")]
 )

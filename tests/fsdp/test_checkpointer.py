@@ -12,6 +12,8 @@ import signal
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers import saving_worker
@@ -106,6 +108,22 @@ def test_a_step_must_be_the_one_of_the_state(tmp_path):
         checkpointer.save(1, state_at(1))
     with pytest.raises(ValueError, match=facts(repr(str(tmp_path)), "step 1")):
         fsdp.save(tmp_path, state_at(1))
+
+
+@pytest.mark.parametrize("step", [1.0, np.float64(1), True, np.bool_(True), "1", None])
+def test_what_is_no_whole_number_is_not_saved_as_a_step(step, tmp_path):
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match=facts(f"save({step!r}, state)")):
+            checkpointer.save(step, state_at(1))
+    assert fsdp.latest_step(tmp_path) is None
+    assert not [path for path in tmp_path.iterdir() if path.name[0] == "1"]
+
+
+@pytest.mark.parametrize("number", [np.int64, jnp.int32, np.uint8])
+def test_a_whole_number_of_any_type_is_a_step(number, tmp_path):
+    with fsdp.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(number(1), state_at(1))
+    assert fsdp.latest_step(tmp_path) == 1
 
 
 def test_sigterm_saves_at_the_next_step_and_exits(tmp_path):

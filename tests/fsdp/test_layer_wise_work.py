@@ -76,5 +76,6 @@ def test_work_counts_the_matrices_of_a_plan_and_prints_itself():
     work = fsdp.optim.layer_wise_work(plan, ["a"])
     assert work.loads == (2048, 1024, 1024, 1024)
     assert "2.05e+03" in str(work) and "1.60 times" in str(work)
+    assert fsdp.optim.layer_wise_work(plan, (name for name in ["a"])) == work
     padded = fsdp.optim.layer_wise_work(plan, ["a"], per_matrix=False)
     assert padded.loads == (2048, 2048, 1024, 0)
