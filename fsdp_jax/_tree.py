@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -81,14 +81,26 @@ def _shown(name: str, leaf: Any) -> str:
     return f"{name} {tuple(leaf.shape)}" if hasattr(leaf, "shape") else name
 
 
-def as_patterns(owner: str, option: str, patterns: object) -> tuple[str, ...]:
-    """Returns the patterns as a tuple; a lone string, iterated by letter, raises."""
+def as_patterns(owner: str, option: str, patterns: Any) -> tuple[str, ...]:
+    """Returns the patterns as a tuple.
+
+    Raises:
+      ValueError: If they are a lone string, which would be iterated by letter, or no
+        sequence of strings.
+    """
     if isinstance(patterns, str):
         raise ValueError(
             f"{owner}({option}={patterns!r}) must be a sequence of path patterns: "
             f"write {option}=({patterns!r},)."
         )
-    return tuple(patterns)  # pyright: ignore[reportArgumentType]
+    is_sequence = isinstance(patterns, Iterable) and not isinstance(patterns, Mapping)
+    found = tuple(patterns) if is_sequence else ()
+    if not is_sequence or not all(isinstance(pattern, str) for pattern in found):
+        raise ValueError(
+            f"{owner}({option}={found or patterns!r}) must be a sequence of path "
+            "patterns, which are strings."
+        )
+    return found
 
 
 def matches(pattern: str, name: str) -> str | None:

@@ -73,7 +73,10 @@ def turned_where_sliding(
         }
 
     return FieldTransform(
-        tuple(defaults | types.defaults), read, write, {**defaults, **types.defaults}
+        (*defaults, *([pattern_field] if pattern_field else [])),
+        read,
+        write,
+        {**defaults, **types.defaults},
     )
 
 

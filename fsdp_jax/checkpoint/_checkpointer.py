@@ -22,6 +22,7 @@ from orbax.checkpoint.checkpoint_managers import (
     SaveDecisionPolicy,
 )
 
+from fsdp_jax._option_types import is_whole
 from fsdp_jax._tree import PyTree
 from fsdp_jax.checkpoint._assets import Files, load_files
 from fsdp_jax.checkpoint._background_saves import BackgroundSaves, NotSavedError
@@ -34,7 +35,6 @@ from fsdp_jax.checkpoint._save import Beside, check_free, savable_step
 from fsdp_jax.checkpoint._steps import (
     Step,
     committed_steps,
-    is_step_number,
     latest_step,
     resolve_step,
 )
@@ -276,7 +276,7 @@ class Checkpointer:
           LostProcessError: If another process hangs or is gone.
           SystemExit: After SIGTERM, once the step is committed.
         """
-        if not is_step_number(step):
+        if not is_whole(step):
             raise ValueError(
                 f"save({step!r}, state): it is no number of a step. Use an int."
             )

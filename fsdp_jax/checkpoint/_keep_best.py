@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
+from fsdp_jax._option_types import is_whole
 from fsdp_jax.checkpoint._load import load_metadata
 from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
 from fsdp_jax.checkpoint._paths import as_path
@@ -57,8 +58,10 @@ class KeepBest(PreservationPolicy):
             number is not positive, or `best` is none of its two values.
         """
         as_path(self.path)
-        if self.n < 1:
-            raise ValueError(f"KeepBest(n={self.n}) must be at least 1.")
+        if not is_whole(self.n) or self.n < 1:
+            raise ValueError(
+                f"KeepBest(n={self.n!r}) must be a whole number, at least 1."
+            )
         if self.best not in get_args(Best):
             raise ValueError(
                 f"KeepBest(best={self.best!r}) must be one of {get_args(Best)}."

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax._tree import PyTree
+from fsdp_jax._tree import PyTree, as_patterns
 from fsdp_jax.checkpoint._leaf_names import IMPLS, Leaf, flatten, layout, unflatten
 from fsdp_jax.checkpoint._manifest import (
     Manifest,
@@ -102,7 +102,9 @@ def load(
     Source: Megatron-LM dist_checkpointing/serialization.py::load
     """
     path = as_path(path)
-    options = Options(strict, allow_shape_mismatch, cast)
+    option = "allow_shape_mismatch"
+    patterns = as_patterns("load", option, allow_shape_mismatch)
+    options = Options(strict, patterns, cast)
     wanted = flatten(like)
     if rules is None:
         values, found = _read(path, wanted, step, "", options, extras or {})

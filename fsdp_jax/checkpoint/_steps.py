@@ -9,8 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
+from fsdp_jax._option_types import is_whole
 from fsdp_jax.checkpoint import _manifest
 from fsdp_jax.checkpoint._manifest import (
     ITEM,
@@ -90,7 +89,7 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
         )
     if step == "latest-good":
         return _latest_good(path, available)
-    if step is not None and not is_step_number(step):
+    if step is not None and not is_whole(step):
         raise ValueError(
             f"step={step!r} is no number of a step: use an int such as "
             f"{available[-1]}, None for the newest, or 'latest-good'."
@@ -100,11 +99,6 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
             f"No step {step} in '{path}', which holds {', '.join(map(str, available))}."
         )
     return available[-1] if step is None else operator.index(step)
-
-
-def is_step_number(step: Any) -> bool:
-    """Returns whether a value is a whole number, of any type but bool."""
-    return hasattr(step, "__index__") and not isinstance(step, bool | np.bool_)
 
 
 def _hint(directory: Path) -> str:

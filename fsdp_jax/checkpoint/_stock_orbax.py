@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ def find_arrays(path: str | os.PathLike[str], step: Any, rules: Rules) -> StockA
     Raises:
       ValueError: If there is no such checkpoint, or two arrays get one name.
     """
+    rules = _checked(rules)
     directory = _find_item(path, step)
     kvstore, driver, stored = _list_arrays(directory)
     if not stored:
@@ -67,6 +68,24 @@ def find_arrays(path: str | os.PathLike[str], step: Any, rules: Rules) -> StockA
         for name, array in open_arrays(arrays, list(keys)).items()
     }
     return StockArrays(directory, arrays, leaves)
+
+
+def _checked(rules: Any) -> Rules:
+    """Returns rules as a tuple of pairs of strings; refuses what is none."""
+    pairs = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+    wrong = [
+        pair
+        for pair in pairs
+        if not isinstance(pair, tuple | list)
+        or len(pair) != 2
+        or not all(isinstance(part, str) for part in pair)
+    ]
+    if wrong or isinstance(rules, Mapping | str):
+        raise ValueError(
+            f"rules={rules!r}: a sequence of pairs of a pattern and its replacement, "
+            "such as [(r'^model', 'params')]."
+        )
+    return pairs
 
 
 def _find_item(path: str | os.PathLike[str], step: Any) -> Any:

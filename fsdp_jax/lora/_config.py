@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from fsdp_jax._option_types import check_options
+
 BaseFormat = Literal["int8", "nf4"]
 """Formats in which a frozen base may be stored: see `_blockwise_quantization`."""
 
@@ -86,7 +88,12 @@ class LoRAConfig:
                 f"modules_to_save={self.modules_to_save!r}): each must be a sequence "
                 "of path patterns."
             )
+        check_options(self)
         object.__setattr__(self, "targets", tuple(self.targets))
+        if other := [t for t in self.targets if not isinstance(t, str | LoRATarget)]:
+            raise ValueError(
+                f"LoRAConfig(targets={other}): each is a path pattern or a LoRATarget."
+            )
         object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))
         targets = self.all_targets
         wrong = [] if targets else ["targets is empty"]

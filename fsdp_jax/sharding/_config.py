@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
+from fsdp_jax._option_types import check_options, is_whole
 from fsdp_jax._tree import as_patterns
 from fsdp_jax.lora._config import LoRAConfig
 from fsdp_jax.sharding._offload import OffloadPolicy
@@ -45,6 +48,21 @@ class Placements:
     parameter: tuple[str, ...]
     gradient: tuple[str, ...]
     optimizer: tuple[str, ...]
+
+    def __post_init__(self):
+        """Refuses axes that are no tuples: the letters of a string would be axes."""
+        wrong = [
+            f"{field.name}={axes!r}"
+            for field in dataclasses.fields(self)
+            if not isinstance(axes := getattr(self, field.name), tuple | list)
+        ]
+        if wrong:
+            raise ValueError(
+                f"Placements({', '.join(wrong)}) must be tuples of mesh axes, such as "
+                "('dp_shard',)."
+            )
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +180,7 @@ class FSDPConfig:
 
     def __post_init__(self):
         """Validates the options; one that would have no effect raises."""
+        check_options(self)
         strategy = _named("zero_dp_strategy", self.zero_dp_strategy, ZERO_DP_STRATEGIES)
         outer = _named(
             "outer_dp_sharding_strategy",
@@ -203,10 +222,6 @@ class FSDPConfig:
             )
 
     def _check_numbers(self) -> None:
-        for name in ("prefetch", "min_shard_elements"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ValueError(f"FSDPConfig({name}={value!r}) is no whole number.")
         if self.prefetch < 0:
             raise ValueError(
                 f"FSDPConfig(prefetch={self.prefetch}) counts the units that are "
@@ -254,10 +269,10 @@ OUTER_STRATEGIES = ("no_shard", "optim")
 """Sharding over `dp_outer`: none (HSDP), or of stored arrays (HFSDP)."""
 
 
-def _named(option: str, value: int | str, names: tuple[str, ...]) -> str:
-    if isinstance(value, int) and 0 <= value < len(names):
-        return names[value]
-    if value not in names:
+def _named(option: str, value: Any, names: tuple[str, ...]) -> str:
+    if is_whole(value) and 0 <= operator.index(value) < len(names):
+        return names[operator.index(value)]
+    if not isinstance(value, str) or value not in names:
         known = ", ".join(f"{number} or {name!r}" for number, name in enumerate(names))
         raise ValueError(f"FSDPConfig({option}={value!r}) is unknown. Use {known}.")
     return str(value)

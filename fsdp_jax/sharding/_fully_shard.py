@@ -84,7 +84,9 @@ def fully_shard(
       FSDP2 splits dim 0 and pads; here the first dim that divides is split, and only
       a parameter without one is padded.
     """
-    config = config or FSDPConfig()
+    config = FSDPConfig() if config is None else config
+    if not isinstance(config, FSDPConfig):
+        raise ValueError(f"fully_shard(config={config!r}): pass an FSDPConfig.")
     check_make_model(make_model)
     check_axes(
         mesh,

@@ -73,6 +73,11 @@ def make_mesh(
         raise ValueError(
             f"devices={devices} is a number: pass jax.devices()[:{devices}]."
         )
+    if (dims := getattr(devices, "ndim", 1)) != 1:
+        raise ValueError(
+            f"devices is an array of {dims} dims: pass a flat sequence; the sizes "
+            "(dp_shard, tp, ...) say how it is laid out."
+        )
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
         raise ValueError("devices=[]: a mesh has at least 1 device.")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from fsdp_jax._option_types import check_options
 from fsdp_jax._tree import PyTree
 
 HOST = "pinned_host"
@@ -64,6 +65,7 @@ class OffloadPolicy:
 
     def __post_init__(self):
         """Refuses options that offload nothing."""
+        check_options(self)
         if not (self.optimizer or self.params):
             raise ValueError(
                 "OffloadPolicy(optimizer=False, params=False) offloads nothing: "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from fsdp_jax._option_types import check_options
+
 ScheduleName = Literal["1f1b", "gpipe"]
 
 
@@ -55,6 +57,7 @@ class PipelineConfig:
 
     def __post_init__(self):
         """Validates the schedule and the number of virtual stages."""
+        check_options(self)
         known = get_args(ScheduleName)
         if self.schedule not in known or self.virtual_stages < 1:
             raise ValueError(

@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from fsdp_jax._option_types import check_options
 from fsdp_jax._tree import as_patterns, matches
 from fsdp_jax.sharding._param_gather import ParamGather
 
@@ -84,6 +85,7 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self):
         """Validates the dtypes; all non-floating ones are listed in one message."""
+        check_options(self)
         chosen = self._chosen_dtypes()
         if self.stochastic_rounding and chosen.get("main_params_dtype") != jnp.bfloat16:
             raise ValueError(
@@ -123,7 +125,7 @@ class MixedPrecisionPolicy:
     def _chosen_dtypes(self) -> dict[str, jnp.dtype]:
         """Returns the dtypes that are set; refuses those that are not floating."""
         chosen = {
-            field.name: jnp.dtype(value)
+            field.name: _dtype(field.name, value)
             for field in dataclasses.fields(self)
             if field.name.endswith("_dtype")
             and (value := getattr(self, field.name)) is not None
@@ -161,6 +163,16 @@ class MixedPrecisionPolicy:
             grad_comm=jnp.dtype(self.grad_comm_dtype or main_grads),
             accumulate_wide=self.reduce_scatter_with_fp32_accumulation,
         )
+
+
+def _dtype(option: str, given: DTypeLike) -> jnp.dtype:
+    try:
+        return jnp.dtype(given)
+    except TypeError as error:
+        raise ValueError(
+            f"MixedPrecisionPolicy({option}={given!r}) is no dtype. Use e.g. "
+            "jnp.bfloat16 or jnp.float32."
+        ) from error
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from fsdp_jax._option_types import is_whole
 from fsdp_jax.data._batch import split_microbatches
 from fsdp_jax.pipeline._gradients import pipelined_loss
 from fsdp_jax.sharding._mesh import DATA_AXES, axes_in_use, num_devices
@@ -82,9 +83,10 @@ def global_grads(
     for frozen parameters. `peaks` holds their largest magnitudes, `float32[trainable]`,
     infinite where a gradient is not finite; None unless `with_peaks`.
     """
-    if num_microbatches < 1:
+    if not is_whole(num_microbatches) or num_microbatches < 1:
         raise ValueError(
-            f"num_microbatches={num_microbatches}: a step has at least 1 microbatch."
+            f"num_microbatches={num_microbatches!r}: a step has a whole number of "
+            "microbatches, at least 1."
         )
     loss = sharded_loss(plan, loss_fn, form)
     local = _local_grads(loss, form, num_microbatches, with_peaks=with_peaks)

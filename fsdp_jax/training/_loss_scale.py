@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from fsdp_jax._option_types import check_options
+
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
@@ -41,6 +43,7 @@ class LossScale:
 
     def __post_init__(self):
         """Validates the ranges and reports all violations in one message."""
+        check_options(self)
         wrong = {
             "initial_scale is at least min_scale": self.initial_scale < self.min_scale,
             "min_scale is above 0": self.min_scale <= 0,

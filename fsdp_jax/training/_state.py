@@ -223,6 +223,11 @@ def abstract_state(
       >>> head.shape, head.sharding.shard_shape(head.shape)
       ((16, 16), (2, 16))
     """
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise ValueError(
+            f"loss_scale={loss_scale!r} is no LossScale: pass "
+            "fsdp_jax.training.LossScale(...), or scale the loss by a constant."
+        )
     replicated = NamedSharding(plan.mesh, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
 

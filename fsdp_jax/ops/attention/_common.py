@@ -44,6 +44,20 @@ def block_config(
     return BlockConfig(scale, softcap, block_of(length // 2))
 
 
+def as_window(window: Any) -> Array | None:
+    """Returns a window as an array; refuses a number of less than one token.
+
+    Args:
+      window: Tokens that a query sees, an int or `int[]`; None for all before it.
+    """
+    if window is not None and not isinstance(window, Array) and not 1 <= window:
+        raise ValueError(
+            f"window={window!r}: a query sees at least 1 token, its own; None for all "
+            "before it."
+        )
+    return None if window is None else jnp.asarray(window, jnp.int32)
+
+
 def to_blocks(
     config: BlockConfig,
     query: Array,
@@ -73,7 +87,7 @@ def to_blocks(
     queries = QueryBlocks(
         blocks_of_heads(query, block, groups),
         segments,
-        None if window is None else jnp.asarray(window, jnp.int32),
+        as_window(window),
     )
     keys = KeyValueBlocks(
         blocks_of_heads(key, block, groups),

@@ -31,6 +31,7 @@ from fsdp_jax.ops.attention._blockwise import (
     zero_grads,
 )
 from fsdp_jax.ops.attention._common import (
+    as_window,
     block_config,
     name_residuals,
     to_blocks,
@@ -113,7 +114,7 @@ def ring_attention(
         if (ranks := ranks_along(axis)) > 1:
             check_chunks({"attention": query.shape[1] * ranks}, ranks)
         ring = KernelRing(axis, ranks, kernel, Scores(scale, softcap))
-        window = None if window is None else jnp.asarray(window, jnp.int32)
+        window = as_window(window)
         with jax.named_scope(RING_ATTENTION):
             keys = KeyValues(key, value, segment_ids)
             return kernel_ring(ring, Given(query, keys, sinks, window))
