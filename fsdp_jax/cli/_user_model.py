@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,7 @@ def open_user_model(
         )
     return UserModel(
         make_model=_function(model, "--model"),
-        loss=_function(str(loss), "--loss"),
+        loss=_with_place(_function(str(loss), "--loss"), str(loss), str(batch)),
         batch=_read_batch(str(batch)),
         units=tuple(_unit(one) for one in units),
     )
@@ -152,6 +154,33 @@ def _function(name: str, option: str) -> Callable[..., Any]:
             f"{option} {name}: not a function. Write it as package.module:name."
         )
     return found
+
+
+def _with_place(loss: Callable[..., Any], name: str, batch: str) -> Callable[..., Any]:
+    """Returns the loss with errors that say where in the user's code they arose.
+
+    Args:
+      loss: Loss function.
+      name: Its name in `--loss`.
+      batch: Text of `--batch`.
+    """
+
+    @functools.wraps(loss)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return loss(*args, **kwargs)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [one for one in frames if "site-packages" not in one.filename]
+            last = (own or frames)[-1]
+            said = str(error).strip().splitlines() or [""]
+            raise ValueError(
+                f"--loss {name} fails with the rows that one rank has of --batch "
+                f"{batch}: {type(error).__name__}: {said[0]}\n  {last.filename}:"
+                f"{last.lineno}, in {last.name}: {last.line}"
+            ) from error
+
+    return traced
 
 
 def _unit(text: str) -> Any:

@@ -124,6 +124,16 @@ def test_what_is_no_model_loss_or_batch_is_refused(options, words, capsys):
     assert re.search(facts(*words), error), error
 
 
+def test_a_loss_that_does_not_take_the_batch_says_where(capsys):
+    assert plan("--batch", "x=float32[16,32],y=float32[16,32]") == 2
+    error = capsys.readouterr().err
+    line = 1 + MODULE.splitlines().index("        return jnp.tanh(self.linear(x))")
+    assert re.search(facts("--loss their_train:loss", f"their_train.py:{line}"), error)
+    assert "Traceback" not in error
+    assert plan("--batch", "z=float32[16,64]") == 2
+    assert re.search(facts("KeyError", "'x'", "their_train:loss"), capsys.readouterr().err)
+
+
 def test_options_of_ones_own_model_are_refused_without_it(capsys, tmp_path):
     assert main(["plan", "--config", str(tmp_path), "--unit", "a"]) == 2
     assert "--unit" in capsys.readouterr().err
