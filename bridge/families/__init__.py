@@ -66,6 +66,7 @@ from bridge.families import (
     kolibri1,
     lfm2,
     lfm2_moe,
+    lfm3,
     llama,
     llama4,
     mamba,
@@ -125,7 +126,7 @@ _MODULES = (
     *(ministral, helium, cwm, vaultgemma, youtu, exaone, hyperclovax, iquestcoder),
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
-    *(codegen, dbrx, flint, kolibri1, deepseek),
+    *(codegen, dbrx, flint, kolibri1, deepseek, lfm3),
 )
 
 

@@ -21,13 +21,14 @@ from bridge.families._hf_rope import rope
 from bridge.families._layer_types import FULL, mixer_types
 from bridge.models import DecoderConfig, LayerKind
 
-_NORMS = {
+NORMS = {
     "operator_norm": "input_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
 }
 
 
-def _short_conv(config: DecoderConfig) -> Rules:
+def short_conv(config: DecoderConfig) -> Rules:
+    """A gated short convolution."""
     at, to = "conv.", "short_conv."
     assert config.short_conv is not None
     bias = config.short_conv.bias
@@ -51,7 +52,8 @@ def _short_conv(config: DecoderConfig) -> Rules:
     )
 
 
-def _mlp() -> Rules:
+def mlp() -> Rules:
+    """A dense MLP."""
     at, wide = "feed_forward.", "mlp embed -> embed mlp"
     return (
         *linear(f"{at}w1", "mlp.gate_proj", wide),
@@ -63,15 +65,15 @@ def _mlp() -> Rules:
 def mixer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """What mixes the tokens of a layer, and the norms of the layer."""
     if kind.mixer == "short_conv":
-        own = _short_conv(config)
+        own = short_conv(config)
     else:
         own = attention(config, out="out_proj", norms=("q_layernorm", "k_layernorm"))
-    return own + norms(_NORMS)
+    return own + norms(NORMS)
 
 
 def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     """A layer with a dense MLP."""
-    return mixer(config, kind) + _mlp()
+    return mixer(config, kind) + mlp()
 
 
 _WIDTH = {

@@ -66,6 +66,7 @@ class DecoderConfig(DecoderFields):
         softmax but has no value.
       attention_gate: Whether a sigmoid, projected with each query, scales the output of
         its head.
+      attention_gate_per_head: Whether that is one number a head, which has no bias.
       clip_qkv: Bound on queries, keys and values; None for no bound.
       mla: Sizes of latent attention; None for grouped-query attention.
       full_attention: Sizes of full-attention layers among sliding ones, where they

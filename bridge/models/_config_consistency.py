@@ -135,6 +135,8 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
     if config.attention_gate and config.mla:
         wrong.append("attention_gate: latent attention has none")
+    if config.attention_gate_per_head and not config.attention_gate:
+        wrong.append("attention_gate_per_head: attention_gate is not set")
     if config.rope is not None and config.learned_positions:
         wrong.append("learned_positions: not beside a rope")
     if config.alibi_bias_max is not None and (config.rope or config.mla):

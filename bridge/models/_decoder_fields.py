@@ -70,6 +70,7 @@ class DecoderFields:
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
     attention_gate: bool = False
+    attention_gate_per_head: bool = False
     clip_qkv: float | None = None
     mla: MLAConfig | None = None
     full_attention: FullAttentionConfig | None = None

@@ -162,8 +162,12 @@ class SelfAttention(nnx.Module):
             value = linear(embed, kv_heads, bias=config.attention_bias)
         self.v_proj = value
         self.v_norm = _value_norm(config, kv_heads, param_dtype)
-        gated, bias = config.attention_gate, config.attention_bias
-        self.q_gate = linear(embed, heads, bias=bias) if gated else None
+        gate = None
+        if config.attention_gate_per_head:
+            gate = linear(embed, (config.num_attention_heads, 1))
+        elif config.attention_gate:
+            gate = linear(embed, heads, bias=config.attention_bias)
+        self.q_gate = gate
         self.q_norm = _head_norm(config, heads, param_dtype)
         self.k_norm = _head_norm(config, kv_heads, param_dtype)
         self.norm_after_rope = config.qk_norm_after_rope

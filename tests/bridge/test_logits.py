@@ -173,6 +173,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "corrected logits": ("kolibri1", {"moe.corrected_logits": False}),
     "clip of what three projections give": ("dbrx", {"clip_qkv": None}),
     "turning where no layer slides": ("flint", {"no_rope_layers": ()}),
+    "frequencies of full layers": ("lfm3", {"rope.partial_rotary_factor": 1.0}),
     "pairs of four parts": ("codegen", {"rope.interleaved": False}),
     "norms of turned heads alone": (
         "llama4",

@@ -861,6 +861,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
         **ALTERNATING,
     },
+    "lfm3": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "head_dim": 16,
+        "conv_L_cache": 4,
+        **WINDOW,
+    },
+    "lfm3-plain": {
+        "model_type": "lfm3",
+        "layer_types": ["conv", "full_attention", "full_attention"],
+        "head_dim": 16,
+        "use_sandwich_norm": False,
+        "use_attention_gate": False,
+        "tie_word_embeddings": False,
+    },
     "kolibri1": {
         "model_type": "kolibri1",
         **EXPERTS,

@@ -131,7 +131,9 @@ def test_a_loss_that_does_not_take_the_batch_says_where(capsys):
     assert re.search(facts("--loss their_train:loss", f"their_train.py:{line}"), error)
     assert "Traceback" not in error
     assert plan("--batch", "z=float32[16,64]") == 2
-    assert re.search(facts("KeyError", "'x'", "their_train:loss"), capsys.readouterr().err)
+    assert re.search(
+        facts("KeyError", "'x'", "their_train:loss"), capsys.readouterr().err
+    )
 
 
 def test_options_of_ones_own_model_are_refused_without_it(capsys, tmp_path):
