@@ -24,7 +24,7 @@ VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("falcon_h1", "mamba2", "bloom", "ministral3", "llama4", "mamba", "jamba"),
-    *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n", "lfm2_moe"),
+    *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n", "lfm2_moe", "lfm3"),
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.
