@@ -1,6 +1,7 @@
 """Doubts about a proposed row that follow from shapes and from the full model."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from bridge import adapt
@@ -44,19 +45,56 @@ def _is_made(name: str, tensors: Shapes) -> bool:
     return any(key.startswith(made) for key in tensors)
 
 
-def flattened(row: Row, layer: TorchLayer, channels: Sequence[int], by: str) -> Row:
-    """Adds a doubt to a linear layer whose input may be a flattened feature map.
+@dataclasses.dataclass(frozen=True)
+class FeatureMaps:
+    """What the convolutions of a model put out.
+
+    Attributes:
+      channels: Number of channels of each, in the order of the model.
+      dims: Most spatial dims that one of them has.
+    """
+
+    channels: tuple[int, ...]
+    dims: int
+
+    def of_width(self, width: int) -> int | None:
+        """Returns the channels of a map that may have this width flattened, or None.
+
+        Maps of convolutions that follow each other may be concatenated.
+        """
+        of_one = (n for n in self.channels if width > n and width % n == 0)
+        first = range(len(self.channels))
+        runs = (itertools.accumulate(self.channels[i:]) for i in first)
+        of_several = (n for run in runs for n in run if width > n and width % n == 0)
+        return next(itertools.chain(of_one, of_several), None)
+
+
+def flattened(row: Row, layer: TorchLayer, maps: FeatureMaps, by: str) -> Row:
+    """Adds a doubt to a layer whose input may be a flattened feature map.
 
     PyTorch flattens channels first, flax channels last, and neither class nor shape
-    shows whether the input was flattened. equinox also has channels first.
+    shows whether the input was flattened. equinox also has channels first. A norm is in
+    doubt if its width is no number of channels, and a convolution if it has fewer dims
+    than another one.
     """
-    if row.make is not adapt.linear or by == "equinox" or "weight" not in layer.shapes:
+    shape = layer.shapes.get("weight", ())
+    if by == "equinox" or not shape:
         return row
-    width = layer.shapes["weight"][-1]
-    found = [c for c in channels if width > c and width % c == 0]
-    if not found:
+    channels = None
+    if row.make is adapt.linear:
+        channels = maps.of_width(shape[-1])
+    elif row.make is adapt.norm and len(shape) == 1 and shape[0] not in maps.channels:
+        channels = maps.of_width(shape[0])
+    elif row.make is adapt.conv and len(shape) - 2 < maps.dims:
+        channels = maps.of_width(shape[1])
+    if channels is None:
         return row
-    doubt = f"fed with a flattened feature map? then flattened=({found[0]}, ...)"
+    mend = (
+        f"then flattened=({channels}, ...)"
+        if row.make is adapt.linear
+        else f"then a Rule with (channels ...), channels {channels} perhaps"
+    )
+    doubt = f"fed with a flattened feature map? {mend}"
     return dataclasses.replace(row, doubts=(*row.doubts, doubt))
 
 
@@ -93,11 +131,17 @@ def _is_linear(theirs: TorchLayer, ours: TreeLayer) -> bool:
     return theirs.kind == "Linear" == ours.kind and ours.by == "names"
 
 
-def channels_of(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> list[int]:
-    """Returns the numbers of output channels of a model's convolutions."""
-    return [
-        theirs.shapes["weight"][1 if "Transpose" in f"{theirs.kind}{ours.kind}" else 0]
+def feature_maps(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> FeatureMaps:
+    """Returns what the convolutions of a model put out."""
+    found = [
+        (theirs, ours)
         for theirs, ours in layers
         if ours.kind in ("Conv", "ConvTranspose", "Kernel")
         and "weight" in theirs.shapes
     ]
+    channels = tuple(
+        theirs.shapes["weight"][1 if "Transpose" in f"{theirs.kind}{ours.kind}" else 0]
+        for theirs, ours in found
+    )
+    dims = [len(theirs.shapes["weight"]) - 2 for theirs, _ in found]
+    return FeatureMaps(channels, max(dims, default=0))

@@ -23,9 +23,9 @@ from bridge.pytorch._covered import (
     ties_of,
 )
 from bridge.pytorch._doubts import (
-    channels_of,
     contradicted,
     dims_confirmed,
+    feature_maps,
     flattened,
 )
 from bridge.pytorch._fused import fused_rows
@@ -120,7 +120,8 @@ def propose_rules(
 
     A row is in doubt if the classes or shapes of both sides do not match, if a matrix
     is square and no class determines the order of its dims, if two biases become one,
-    or if a linear layer may follow a flattened feature map, whose order differs.
+    or if a linear layer, a norm or a convolution of fewer dims may follow a flattened
+    feature map, whose order differs.
 
     Args:
       source: PyTorch model, as in `from_torch`. A module gives fewer doubts than its
@@ -168,7 +169,7 @@ def propose_rules(
 
 def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row]:
     """Proposes a row for each pair of layers, with all doubts."""
-    channels = channels_of([(match.theirs, match.ours) for match in found])
+    maps = feature_maps([(match.theirs, match.ours) for match in found])
     pairs = [
         (match, row)
         for match in found
@@ -184,7 +185,7 @@ def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row
     ]
     in_order = dims_confirmed([(m.theirs, m.ours, row) for m, row in pairs])
     return [
-        _doubted(flattened(row, match.theirs, channels, match.ours.by), match.doubts)
+        _doubted(flattened(row, match.theirs, maps, match.ours.by), match.doubts)
         for (match, _), row in zip(pairs, in_order, strict=True)
     ]
 

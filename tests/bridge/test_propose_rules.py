@@ -93,6 +93,50 @@ def test_two_biases_a_flattened_map_and_strangers_are_in_doubt():
     assert "#   back.forward_rnn.cell.if_.kernel (4, 3)" in text
 
 
+# Maps of 3 and 5 channels, 7 by 7, side by side: then all of a map, or its rows.
+HEADS = {
+    "Linear": (
+        lambda: torch.nn.Linear(8 * 49, 4),
+        lambda rngs: nnx.Linear(8 * 49, 4, rngs=rngs),
+    ),
+    "LayerNorm": (
+        lambda: torch.nn.LayerNorm(8 * 49),
+        lambda rngs: nnx.LayerNorm(8 * 49, rngs=rngs),
+    ),
+    "Conv1d": (
+        lambda: torch.nn.Conv1d(8 * 7, 4, 1),
+        lambda rngs: nnx.Conv(8 * 7, 4, (1,), rngs=rngs),
+    ),
+    # Not flattened: as wide as the channels of another convolution, or of two.
+    "LayerNorm of channels": (
+        lambda: torch.nn.LayerNorm(5),
+        lambda rngs: nnx.LayerNorm(5, rngs=rngs),
+    ),
+    "Conv2d of both": (
+        lambda: torch.nn.Conv2d(8, 4, 3),
+        lambda rngs: nnx.Conv(8, 4, (3, 3), rngs=rngs),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_may_follow_a_flattened_map_of_several_is_in_doubt(name):
+    in_torch, in_jax = HEADS[name]
+    maps = {"a": torch.nn.Conv2d(1, 3, 3), "b": torch.nn.Conv2d(1, 5, 3)}
+    net = torch.nn.ModuleDict({**maps, "head": in_torch()})
+
+    def make():
+        rngs = nnx.Rngs(0)
+        maps = {n: nnx.Conv(1, c, (3, 3), rngs=rngs) for n, c in (("a", 3), ("b", 5))}
+        return nnx.Dict(**maps, head=in_jax(rngs))
+
+    rows = bridge.propose_rules(net, nnx.eval_shape(make)).rows
+    doubts = {row.args[0]: row.doubts for row in rows}
+    assert not doubts["a"] and not doubts["b"]
+    assert len(doubts["head"]) == (" of " not in name)
+    assert all("flattened" in doubt for doubt in doubts["head"])
+
+
 def test_no_name_is_matched_by_its_shape():
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5)})
     like = nnx.eval_shape(lambda: nnx.Dict(b=nnx.Linear(3, 5, rngs=nnx.Rngs(0))))
