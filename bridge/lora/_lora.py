@@ -85,7 +85,7 @@ def load_lora(path: str | os.PathLike[str], config: DecoderConfig) -> Lora:
         )
     keys = tuple(f"{module}.weight" for module in adapter.modules)
     base = family.mapping_for(config, keys)
-    transposed = adapter.config.fan_in_fan_out
+    transposed = family.fan_in_fan_out
     weights = adapted_weights(base, adapter.modules, transposed=transposed)
     mapping = _mapping(weights, base, adapter.config)
     like = {
@@ -125,9 +125,9 @@ def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -
     path = Path(path)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"Cannot save to '{path}': it is not an empty directory.")
-    base = find_family(config.model_type).mapping(config)
+    family = find_family(config.model_type)
+    base, transposed = family.mapping(config), family.fan_in_fan_out
     modules = _modules(lora, base)
-    transposed = lora.config.fan_in_fan_out
     weights = adapted_weights(base, modules, transposed=transposed)
     leaves = {
         f"{leaf}.{name}": np.asarray(array)

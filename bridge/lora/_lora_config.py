@@ -20,7 +20,13 @@ CONFIG_NAME = "adapter_config.json"
 # tensor names.
 _UNREAD = {
     *("auto_mapping", "base_model_name_or_path", "bias", "exclude_modules"),
-    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
+    *(
+        "ensure_weight_tying",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_dropout",
+    ),
     *("megatron_core", "modules_to_save", "peft_type", "peft_version", "revision"),
     *("qalora_group_size", "target_modules", "task_type"),
 }
@@ -41,10 +47,11 @@ class LoraConfig:
       r: Default rank of the factors.
       lora_alpha: Default numerator of the scale, `lora_alpha / r`.
       use_rslora: Whether the scale is `lora_alpha / sqrt(r)` instead.
-      rank_pattern: Ranks of modules whose path ends in the given name.
-      alpha_pattern: Values of `lora_alpha` of modules whose path ends in the given
-        name.
-      fan_in_fan_out: Whether the base model stores weights as `[in, out]`, like GPT-2.
+      rank_pattern: Ranks of modules whose path ends in the given name, of which a dot
+        is any character, as in PEFT.
+      alpha_pattern: Values of `lora_alpha` of modules, likewise.
+      fan_in_fan_out: Whether the file says that the base model stores weights as
+        `[in, out]`, like GPT-2. It is kept; what the base stores decides, as in PEFT.
       use_dora: Whether the adapter has a magnitude for each output beside its factors
         (DoRA). Such an adapter is merged and not kept beside the weights.
       fields: All fields of the file that was read, kept for saving.
@@ -173,8 +180,13 @@ def _is_positive(value: Any, kind: type | tuple[type, ...] = (int, float)) -> bo
 
 
 def _by_ending(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    for ending, value in patterns.items():
-        name = ending.removeprefix("^")
-        if module == name or (name == ending and module.endswith(f".{name}")):
+    """Returns the value of the first pattern that matches, as PEFT matches them.
+
+    Names, dots and a leading `^` are all that a pattern may hold: see `_bad_pattern`.
+
+    Source: huggingface/peft src/peft/utils/other.py::get_pattern_key
+    """
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default

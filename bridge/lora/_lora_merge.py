@@ -15,6 +15,7 @@ from bridge._box import Box, as_index, complete
 from bridge._local_path import check_local
 from bridge._report import format_report
 from bridge.formats._source import Source
+from bridge.hf._config import find_family
 from bridge.hf._hf_checkpoint import open_hf
 from bridge.lora._lora_names import in_family
 from bridge.lora._lora_source import (
@@ -26,6 +27,7 @@ from bridge.lora._lora_source import (
     open_lora,
 )
 from bridge.models import DecoderConfig
+from bridge.rules._mapping import Mapping as WeightMapping
 from bridge.streaming._load import Progress, load
 
 
@@ -36,10 +38,12 @@ class MergedSource:
     Args:
       base: Base checkpoint.
       adapter: Adapter to merge.
+      transposed: Whether the base stores weights as `[in, out]`.
     """
 
     base: Source
     adapter: LoraSource
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -79,7 +83,7 @@ class MergedSource:
         Source: Liu et al. 2024 (DoRA); huggingface/peft src/peft/tuners/lora/layer.py.
         """
         rows, columns = self._out_and_in(as_index(box))
-        inner = self.shape(key)[0 if self.adapter.config.fan_in_fan_out else 1]
+        inner = self.shape(key)[0 if self.transposed else 1]
         # A norm is of all inputs, whichever of them the box has.
         wide = complete(self._out_and_in((rows, slice(0, inner))), self.shape(key))
         base = self.base.read(key, as_index(wide)).astype(np.float32)
@@ -90,7 +94,7 @@ class MergedSource:
         return self._out_by_in(sums[:, columns] * scales[:, None])
 
     def _out_by_in(self, matrix: np.ndarray) -> np.ndarray:
-        return matrix.T if self.adapter.config.fan_in_fan_out else matrix
+        return matrix.T if self.transposed else matrix
 
     def _module(self, key: str) -> str | None:
         module = key.removesuffix(".weight")
@@ -106,18 +110,25 @@ class MergedSource:
         return self._out_by_in(delta)
 
     def _out_and_in(self, sides: tuple[Any, ...]) -> tuple[Any, ...]:
-        return sides[::-1] if self.adapter.config.fan_in_fan_out else sides
+        return sides[::-1] if self.transposed else sides
 
 
-def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
+def merge_lora(
+    base: Source, adapter: LoraSource, *, transposed: bool = False
+) -> MergedSource:
     """Returns a base checkpoint with an adapter merged in; reads headers only.
+
+    Args:
+      base: Base checkpoint.
+      adapter: Adapter.
+      transposed: Whether the base stores weights as `[in, out]`. The base decides, as
+        in PEFT, which takes `fan_in_fan_out` back where modules are of the other kind.
 
     Raises:
       ValueError: If an adapted tensor is missing in the base or has another shape.
         All are listed.
     """
     shapes = {name: adapter.source.shape(key) for name, key in adapter.whole.items()}
-    transposed = adapter.config.fan_in_fan_out
     for module in adapter.modules:
         (_, columns), (rows, _) = (
             adapter.source.shape(PREFIX + module + suffix)
@@ -139,7 +150,27 @@ def merge_lora(base: Source, adapter: LoraSource) -> MergedSource:
             f"'{adapter.source.name}' is not an adapter of '{base.name}':\n"
             f"{format_report(report)}"
         )
-    return MergedSource(base, adapter)
+    return MergedSource(base, adapter, transposed)
+
+
+def _check_tied(
+    adapter: LoraSource, mapping: WeightMapping, config: DecoderConfig
+) -> None:
+    """Refuses a table that is saved whole for a model whose head it is too.
+
+    PEFT trains a copy, and the head keeps the table of the base, unless it is told to
+    tie both (`ensure_weight_tying`).
+    """
+    rules = mapping.by_destination().get("embed_tokens.embedding", ())
+    tables = {piece.source for piece in rules} & set(adapter.whole)
+    tells = adapter.config.fields.get("ensure_weight_tying")
+    if config.tie_word_embeddings and tables and not tells:
+        raise ValueError(
+            f"'{adapter.source.name}' saves {', '.join(tables)} whole, and the head of "
+            "the base is that table: with PEFT the head keeps the table of the base, "
+            "and the two differ. Merge it with PEFT into a model with "
+            "tie_word_embeddings=False first."
+        )
 
 
 def load_hf_with_lora(
@@ -179,5 +210,8 @@ def load_hf_with_lora(
     """
     check_local(path, adapter)
     base, config, mapping = open_hf(path, config)
-    source = merge_lora(base, in_family(open_lora(adapter), mapping, config))
+    opened = in_family(open_lora(adapter), mapping, config)
+    _check_tied(opened, mapping, config)
+    transposed = find_family(config.model_type).fan_in_fan_out
+    source = merge_lora(base, opened, transposed=transposed)
     return load(source, mapping, like, progress=progress)

@@ -258,7 +258,7 @@ def test_each_output_of_a_dora_has_the_norm_that_the_adapter_gives_it(
     fields = {"use_dora": True, "fan_in_fan_out": transposed}
     path = write(tmp_path / "dora", tensors, **fields)
     source = bridge.open_checkpoint(model.path)
-    merged = merge_lora(source, open_lora(path))
+    merged = merge_lora(source, open_lora(path), transposed=transposed)
     for key in source.keys():
         stem = f"base_model.model.{key.removesuffix('.weight')}"
         base = source.read(key)
@@ -494,11 +494,54 @@ def test_factors_of_a_weight_stored_the_other_way_are_laid_out_like_it(gpt2, tmp
     np.testing.assert_array_equal(pair["lora_a"][1], a.T)
     bridge.save_lora(tmp_path / "out", lora, config)
     assert_same_bytes(tensors_of(tmp_path / "out/adapter_model.safetensors"), tensors)
-    wrong = write(tmp_path / "wrong", tensors, fan_in_fan_out=False)
-    with pytest.raises(
-        ValueError,
-        match=facts(
-            "(3)", "transformer.h.{0-2}.mlp.c_proj.weight", "(192, 48)", "(48, 192)"
-        ),
+
+
+def test_what_the_base_stores_decides_how_factors_lie_and_not_the_adapters_flag(
+    hf, gpt2, shapes, tmp_path
+):
+    # PEFT takes the flag back too; square weights would be transposed in silence.
+    square = ".self_attn.o_proj"
+    of_llama = {k: x for k, x in factors(shapes).items() if square in k}
+    for base, tensors in (
+        (hf, of_llama or factors(shapes)),
+        (gpt2, gpt2_factors(gpt2.path, "attn.c_proj")),
     ):
-        bridge.load_hf_with_lora(gpt2.path, wrong, like_of(config))
+        said = {
+            flag: merged_logits(
+                base,
+                write(tmp_path / f"{id(base)}{flag}", tensors, fan_in_fan_out=flag),
+            )
+            for flag in (True, False)
+        }
+        np.testing.assert_array_equal(said[True], said[False])
+
+
+def test_a_dot_of_a_pattern_is_any_character():
+    config = bridge.LoraConfig(
+        4, 8, alpha_pattern={"layers...self_attn.q_proj": 64, "^layers.1": 2}
+    )
+    assert config.alpha("model.layers.0.self_attn.q_proj") == 64
+    assert config.alpha("model.layers.10.self_attn.q_proj") == 8
+    assert config.alpha("model.layers.0.self_attn.k_proj") == 8
+    assert config.alpha("layers.1") == 2 and config.alpha("model.layers.1") == 8
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_table_that_is_the_head_too_is_not_replaced_unless_both_are_tied(
+    tmp_path, ties
+):
+    tied = make_model(tmp_path / "tied", "llama-tied")
+    source = bridge.open_checkpoint(tied.path)
+    table = "model.embed_tokens.weight"
+    tensors = factors({k: source.shape(k) for k in source.keys() if "q_proj" in k})
+    new = np.asarray(source.read(table)) + 1
+    whole = {f"base_model.model.{table}": new}
+    fields = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": ties}
+    path = write(tmp_path / "lora", tensors | whole, **fields)
+    config = bridge.from_hf_config(tied.path)
+    if not ties:
+        with pytest.raises(ValueError, match=facts(table, "tie_word_embeddings=False")):
+            bridge.load_hf_with_lora(tied.path, path, like_of(config))
+        return
+    found = bridge.load_hf_with_lora(tied.path, path, like_of(config))
+    np.testing.assert_array_equal(found["embed_tokens"]["embedding"], new)
