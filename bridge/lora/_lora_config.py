@@ -20,13 +20,8 @@ CONFIG_NAME = "adapter_config.json"
 # tensor names.
 _UNREAD = {
     *("auto_mapping", "base_model_name_or_path", "bias", "exclude_modules"),
-    *(
-        "ensure_weight_tying",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_dropout",
-    ),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
+    "ensure_weight_tying",
     *("megatron_core", "modules_to_save", "peft_type", "peft_version", "revision"),
     *("qalora_group_size", "target_modules", "task_type"),
 }
