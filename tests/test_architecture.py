@@ -23,8 +23,8 @@ PACKAGES = ("fsdp_jax", "bridge")
 # The rooms of fsdp_jax, from the ground up: a module imports from its own room and from
 # those below. `__init__` is the package itself: `from fsdp_jax import X`.
 ROOMS = [
-    {"box", "compat", "jaxpr", "local_path", "quiet_import", "report", "scopes"}
-    | {"streams", "tp_shards", "tree"},
+    {"box", "compat", "jaxpr", "local_path", "option_types", "quiet_import"}
+    | {"report", "scopes", "streams", "tp_shards", "tree"},
     {"launch", "lora", "rl"},
     {"sharding"},
     {"data", "ops"},

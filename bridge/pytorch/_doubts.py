@@ -73,15 +73,16 @@ def flattened(row: Row, layer: TorchLayer, maps: FeatureMaps, by: str) -> Row:
     """Adds a doubt to a layer whose input may be a flattened feature map.
 
     PyTorch flattens channels first, flax channels last, and neither class nor shape
-    shows whether the input was flattened. equinox also has channels first. A norm is in
-    doubt if its width is no number of channels, and a convolution if it has fewer dims
-    than another one.
+    shows whether the input was flattened. equinox also has channels first. Linear and
+    recurrent layers are in doubt, a norm if its width is no number of channels, and a
+    convolution if it has fewer dims than another one.
     """
-    shape = layer.shapes.get("weight", ())
+    is_recurrent = row.make in (adapt.lstm, adapt.gru)
+    shape = layer.shapes.get("weight_ih_l0" if is_recurrent else "weight", ())
     if by == "equinox" or not shape:
         return row
     channels = None
-    if row.make is adapt.linear:
+    if row.make is adapt.linear or is_recurrent:
         channels = maps.of_width(shape[-1])
     elif row.make is adapt.norm and len(shape) == 1 and shape[0] not in maps.channels:
         channels = maps.of_width(shape[0])
@@ -137,7 +138,7 @@ def feature_maps(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> FeatureMaps:
         (theirs, ours)
         for theirs, ours in layers
         if ours.kind in ("Conv", "ConvTranspose", "Kernel")
-        and "weight" in theirs.shapes
+        and len(theirs.shapes.get("weight", ())) > 2  # no kernel of heads
     ]
     channels = tuple(
         theirs.shapes["weight"][1 if "Transpose" in f"{theirs.kind}{ours.kind}" else 0]

@@ -120,8 +120,8 @@ def propose_rules(
 
     A row is in doubt if the classes or shapes of both sides do not match, if a matrix
     is square and no class determines the order of its dims, if two biases become one,
-    or if a linear layer, a norm or a convolution of fewer dims may follow a flattened
-    feature map, whose order differs.
+    or if a linear or recurrent layer, a norm or a convolution of fewer dims may follow
+    a flattened feature map, whose order differs.
 
     Args:
       source: PyTorch model, as in `from_torch`. A module gives fewer doubts than its

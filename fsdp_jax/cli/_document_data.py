@@ -58,28 +58,32 @@ class Encoder:
         template = read_chat_template(self.directory)
         groups = _read_groups(file, template, config)
         limit, drops = config.max_tokens, config.overlong == "drop"
-        usable, cuts, lost = [], [], 0
+        usable, cuts, lost, alike = [], [], 0, 0
         for group in groups:
             encoded = [self.encode(record, config.train_on) for record in group]
             longer = [len(ids) - limit for ids, _ in encoded if len(ids) > limit]
             cuts += [sum(longer)] if longer else []
             if longer and drops:
                 continue
-            if all(any(trained[1:limit]) for _, trained in encoded):
-                number = group[0].number
-                usable += [(ids[:limit], on[:limit], number) for ids, on in encoded]
-            else:
+            kept = [(ids[:limit], trained[:limit]) for ids, trained in encoded]
+            if not all(any(trained[1:]) for _, trained in kept):
                 lost += 1
+            elif len(kept) == 2 and kept[0] == kept[1]:
+                alike += 1  # A pair whose answers differ behind its end.
+            else:
+                usable += [(*each, group[0].number) for each in kept]
         if not usable:
             raise ValueError(
                 f"--data '{file}': none of {len(groups)} {_unit(config)} has a token "
-                f"to train on in its first {limit}. Use a larger --seq."
+                f"to train on in its first {limit}"
+                + (f"; {alike} are equal up to there" if alike else "")
+                + ". Use a larger --seq."
             )
         documents = join_documents(
             [each[:2] for each in usable], [each[2] for each in usable]
         )
         check_vocab(self.vocab_size, int(documents.ids.max()) + 1, f"'{file}'")
-        parts = _counts(len(groups), documents, cuts, lost, config)
+        parts = _counts(len(groups), documents, cuts, lost, alike, config)
         return documents, f"'{file}': {', '.join(parts)}"
 
     def encode(self, record: Record, train_on: str) -> Tokenized:
@@ -99,9 +103,23 @@ class Encoder:
 
 
 def _counts(
-    records: int, documents: Documents, cuts: list[int], lost: int, config: DataConfig
+    records: int,
+    documents: Documents,
+    cuts: list[int],
+    lost: int,
+    alike: int,
+    config: DataConfig,
 ) -> list[str]:
-    """Returns what a file has, and what is left out of it, in numbers."""
+    """Returns what a file has, and what is left out of it, in numbers.
+
+    Args:
+      records: Number of documents or pairs in the file.
+      documents: Those that are kept.
+      cuts: Tokens behind the end of a row, of each that is longer.
+      lost: Number without a token to train on.
+      alike: Number of pairs whose answers are equal up to the end of a row.
+      config: Options of the data.
+    """
     parts = [
         f"{records:,} {_unit(config)}",
         f"{len(documents.ids):,} tokens",
@@ -114,6 +132,8 @@ def _counts(
         parts.append(f"{longer} truncated by {sum(cuts):,} tokens")
     if lost:
         parts.append(f"{lost:,} without a token to train on dropped")
+    if alike:
+        parts.append(f"{alike:,} equal in their first {config.max_tokens:,} dropped")
     return parts
 
 

@@ -34,6 +34,9 @@ class Placements:
         that part is made from this copy when the step begins, so no second copy can
         disagree with it.
 
+    Raises:
+      ValueError: If axes are not a tuple: the letters of a string would be axes.
+
     Examples:
       >>> placements = fsdp.Placements(*3 * [("dp_shard", "dp_outer")])
       >>> config = fsdp.FSDPConfig(placements=placements)

@@ -217,6 +217,9 @@ def abstract_state(
     Returns:
       State of `jax.ShapeDtypeStruct` leaves, e.g. for `load` or `step.lower`.
 
+    Raises:
+      ValueError: If `loss_scale` is no `LossScale`.
+
     Examples:
       >>> state = fsdp.abstract_state(plan, tx)
       >>> head = state.params["head"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -139,6 +140,20 @@ def test_prompts_of_messages_are_found_in_each_form():
     wrong = {"prompt": "?", "chosen": [ask, chosen], "rejected": [ask, rejected]}
     with pytest.raises(ValueError, match=facts("prompt", "chosen", "rejected")):
         pair_records(wrong, template)
+
+
+def test_pairs_that_are_equal_up_to_the_end_of_a_row_are_left_out_and_counted(
+    model, tmp_path, capsys
+):
+    alike = {"prompt": "?", "chosen": "a" * 50, "rejected": "a" * 50 + "b"}
+    argv = ["data", str(model), "--objective", "dpo", "--seq", "32", "--data"]
+    file = write(tmp_path / "some.jsonl", [*PAIRS, alike, alike])
+    assert main([*argv, str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "10 pairs" in shown and "2 equal in their first 33 dropped" in shown
+    assert "8 pairs of rows" in shown
+    assert main([*argv, str(write(tmp_path / "all.jsonl", [alike]))]) == 2
+    assert re.search(facts("--data", 1, "--seq"), capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,20 @@ class Outcome:
     says: str = ""
 
 
+# What transformers raises for configs that it does not read; AttributeError for a field
+# that a class derives.
+_REFUSES = (
+    *(StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError),
+    AttributeError,
+)
+
+
 def filled(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns a config file with transformers' defaults; None if it is rejected."""
     given = copy.deepcopy(dict(fields))  # the rope in it is written to
     try:
         return CONFIG_MAPPING[given.pop("model_type")](**given).to_dict()
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError):
+    except _REFUSES:
         return None
 
 
