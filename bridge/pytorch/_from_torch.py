@@ -57,7 +57,8 @@ def from_torch(
 
     Returns:
       Copy of `like` with the weights loaded. Random states and leaves that are not
-      arrays are those of `like`, which is not modified.
+      arrays are those of `like`, which is not modified: of `nnx.eval_shape` they are
+      abstract, until `flax.nnx.reseed(model, default=0)`.
 
     Raises:
       FileNotFoundError: If the path does not exist.
