@@ -81,13 +81,15 @@ def flattened(row: Row, layer: TorchLayer, maps: FeatureMaps, by: str) -> Row:
     shape = layer.shapes.get("weight_ih_l0" if is_recurrent else "weight", ())
     if by == "equinox" or not shape:
         return row
+    # [out, in, ...] but of a norm, which has one dim.
+    width = shape[0] if len(shape) == 1 else shape[1]
     channels = None
     if row.make is adapt.linear or is_recurrent:
-        channels = maps.of_width(shape[-1])
-    elif row.make is adapt.norm and len(shape) == 1 and shape[0] not in maps.channels:
-        channels = maps.of_width(shape[0])
-    elif row.make is adapt.conv and len(shape) - 2 < maps.dims:
-        channels = maps.of_width(shape[1])
+        channels = maps.of_width(width)
+    elif row.make is adapt.norm and width not in maps.channels:
+        channels = maps.of_width(width)
+    elif row.make is adapt.conv and 2 < len(shape) < 2 + maps.dims:
+        channels = maps.of_width(width)
     if channels is None:
         return row
     mend = (
