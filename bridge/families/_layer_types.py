@@ -202,6 +202,25 @@ def sliding_or_full(
     return mixer_types({SLIDING: SLIDING}, absent, others)
 
 
+def sliding_or_full_without_rope(
+    absent: Callable[[Fields], list[str]], others: Mapping[str, Any] | None = None
+) -> FieldTransform:
+    """Reads the type of each layer, where those that attend to all have no rope.
+
+    Args:
+      absent: As for `sliding_or_full`.
+      others: As for `sliding_or_full`.
+    """
+    base = sliding_or_full(absent, others)
+
+    def read(fields: Fields) -> dict[str, Any]:
+        types = base.read(fields)["layer_types"]
+        full = tuple(i for i, kind in enumerate(types) if kind == FULL)
+        return {"layer_types": types, "no_rope_layers": full}
+
+    return FieldTransform(base.names, read, base.write, base.defaults)
+
+
 def first_of_four_full(fields: Fields) -> list[str]:
     """Returns types of layers of which every fourth, from the first on, is full."""
     return [SLIDING if i % 4 else FULL for i in range(fields["num_hidden_layers"])]

@@ -20,7 +20,6 @@ from bridge.families._blocks import (
     router,
 )
 from bridge.families._family import Family, Field
-from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, attention_bias, moe, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import (
@@ -28,7 +27,7 @@ from bridge.families._layer_types import (
     SLIDING,
     first_dense,
     interval,
-    sliding_or_full,
+    sliding_or_full_without_rope,
 )
 from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
@@ -69,17 +68,6 @@ def _read_every(fields: Mapping[str, Any]) -> list[str]:
     return [SLIDING if (layer + 1) % every else FULL for layer in layers]
 
 
-def _types() -> FieldTransform:
-    base = sliding_or_full(_read_every, {_EVERY: 4})
-
-    def read(fields: Mapping[str, Any]) -> dict[str, Any]:
-        types = base.read(fields)["layer_types"]
-        full = tuple(i for i, kind in enumerate(types) if kind == FULL)
-        return {"layer_types": types, "no_rope_layers": full}
-
-    return FieldTransform(base.names, read, base.write, base.defaults)
-
-
 FAMILY = Family(
     model_type="afmoe",
     architecture="AfmoeForCausalLM",
@@ -101,7 +89,7 @@ FAMILY = Family(
     },
     transforms=(
         rope(),
-        _types(),
+        sliding_or_full_without_rope(_read_every, {_EVERY: 4}),
         first_dense(1, "num_dense_layers"),
         _deepseek.shared_experts(2, "num_shared_experts"),
     ),

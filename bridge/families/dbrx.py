@@ -13,9 +13,9 @@ from typing import Any
 from bridge.families._blocks import (
     Rules,
     attention_out,
-    linear,
     norms,
     outside,
+    router,
 )
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._field_transform import FieldTransform
@@ -37,9 +37,7 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     return (
         *qkv_in_turn(config, f"{_AT}attn.Wqkv"),
         *attention_out(config, f"{_AT}attn.out_proj"),
-        *linear(
-            "ffn.router.layer", "mlp.router.gate", "experts embed -> embed experts"
-        ),
+        *router("ffn.router.layer"),
         Rule(
             (f"{_EXPERTS}w1", f"{_EXPERTS}v1"),
             "mlp.experts.gate_up_proj",

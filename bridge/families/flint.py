@@ -8,7 +8,6 @@ from typing import Any
 
 from bridge.families._blocks import Rules, attention, ignore_tied_head, mlp
 from bridge.families._family import Family, Field
-from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import (
     EXPERT_TRAINING,
     SIZES,
@@ -17,7 +16,12 @@ from bridge.families._fields import (
     tokens,
 )
 from bridge.families._hf_rope import rope
-from bridge.families._layer_types import FULL, SLIDING, dense_by_step, sliding_or_full
+from bridge.families._layer_types import (
+    FULL,
+    SLIDING,
+    dense_by_step,
+    sliding_or_full_without_rope,
+)
 from bridge.families._sparse import key_mappings
 from bridge.models import DecoderConfig
 from bridge.rules._rules import Rule
@@ -33,22 +37,10 @@ def _shared(config: DecoderConfig) -> Rules:
     return mlp(config, at, at, "shared_mlp")
 
 
-def _types() -> FieldTransform:
-    """Reads which layers slide; the others have no rope."""
-
-    def absent(fields: Mapping[str, Any]) -> list[str]:
-        last = fields["num_hidden_layers"] - 1
-        full = (i < 2 or i % 4 == 1 or i == last for i in range(last + 1))
-        return [FULL if is_full else SLIDING for is_full in full]
-
-    base = sliding_or_full(absent)
-
-    def read(fields: Mapping[str, Any]) -> dict[str, Any]:
-        types = base.read(fields)["layer_types"]
-        full = tuple(i for i, kind in enumerate(types) if kind == FULL)
-        return {"layer_types": types, "no_rope_layers": full}
-
-    return FieldTransform(base.names, read, base.write, base.defaults)
+def _absent(fields: Mapping[str, Any]) -> list[str]:
+    last = fields["num_hidden_layers"] - 1
+    full = (i < 2 or i % 4 == 1 or i == last for i in range(last + 1))
+    return [FULL if is_full else SLIDING for is_full in full]
 
 
 FAMILY = Family(
@@ -71,7 +63,11 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-6, "norm_eps"),
         "sliding_window": Field(513),
     },
-    transforms=(rope(), _types(), dense_by_step((0, 1))),
+    transforms=(
+        rope(),
+        sliding_or_full_without_rope(_absent),
+        dense_by_step((0, 1)),
+    ),
     constants={
         "norm": "rms_wide",
         "qk_norm": "head",

@@ -114,8 +114,6 @@ class LoRAConfig:
         ]
         if not 0 <= self.dropout < 1:
             wrong.append(f"dropout={self.dropout}, at least 0 and below 1")
-        if self.base not in (None, "int8", "nf4"):
-            wrong.append(f"base={self.base!r}, one of 'int8', 'nf4', None")
         if wrong:
             raise ValueError(f"LoRA: {'; '.join(wrong)}.")
 
