@@ -12,7 +12,7 @@ from bridge import megatron as megatron
 from bridge import models as models
 from bridge.formats._edits import Edits as Edits
 from bridge.formats._source import Source as Source
-from bridge.formats._source import open_checkpoint as open_checkpoint
+from bridge.formats._weight_files import open_checkpoint as open_checkpoint
 from bridge.hf._config import from_hf_config as from_hf_config
 from bridge.hf._config import left_out_fields as left_out_fields
 from bridge.hf._config import to_hf_config as to_hf_config

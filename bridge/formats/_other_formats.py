@@ -7,22 +7,25 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 _MOST_NAMES = 3  # file names per format in a message
+_TORCH = "PyTorch's files under a name of their own: give one file's path"
+_ADAPTER = "a PEFT adapter, no model: `bridge.load_lora` reads it"
 _FIRST_BYTES = {
     b"version https://git-lfs": (
         "It is a git-lfs pointer, which stands for the file: run `git lfs pull` "
         "where it was cloned, or download it from the hub."
     ),
-    b"PK": "It is a zip, as torch.save writes: name it .pt for `bridge.from_torch`.",
+    b"PK": "It is a zip, as torch.save writes: name it .pt.",
     b"\x80": "It is a bare pickle, as torch wrote before 1.6: save it anew with torch.",
     b"GGUF": "It is a GGUF file, of llama.cpp: get the model's original weights.",
     b"\x89HDF": "It is an HDF5 file, of Keras: get the model's PyTorch weights.",
     b"<": "It is a web page: the download was answered by one, perhaps by a login.",
 }
 _NAMES = {
-    "*.bin": "PyTorch pickles: `bridge.from_torch` reads them, running no code",
-    "*.pt": "PyTorch pickles: `bridge.from_torch` reads them, running no code",
-    "*.pth": "PyTorch pickles: `bridge.from_torch` reads them, running no code",
-    "adapter_*.safetensors": "a PEFT adapter, no model: `bridge.load_lora` reads it",
+    "adapter_*.safetensors": _ADAPTER,
+    "adapter_*.bin": _ADAPTER,
+    "*.bin": _TORCH,
+    "*.pt": _TORCH,
+    "*.pth": _TORCH,
     "*.safetensors": "safetensors under a name of their own: give the file's path",
     "*.distcp": "Megatron's distributed checkpoint: `bridge.megatron.open_megatron`",
     "latest_checkpointed_iteration.txt": (

@@ -6,25 +6,16 @@ also read into preallocated memory.
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from bridge._box import Box, as_index, complete, shape_of, span
-from bridge._local_path import check_local
 from bridge._reorder import copy
-from bridge.formats._index import read_sharded
-from bridge.formats._other_formats import describe_names
 from bridge.formats._ranges import read_bytes, read_range
-from bridge.formats._safetensors import TensorInfo, read_header, read_metadata
+from bridge.formats._safetensors import TensorInfo, read_metadata
 from bridge.formats._tensor_source import NamedTensors
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 
 class Source(Protocol):
@@ -151,62 +142,6 @@ class SafetensorsSource(NamedTensors):
         info = self.tensors[key]
         first = info.offset + start * info.dtype.itemsize
         read_range(info.file, first, out, ahead=ahead)
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> Source:
-    """Opens a safetensors checkpoint; reads headers only.
-
-    Args:
-      path: Path of a `.safetensors` file, or of a directory with `model.safetensors`
-        or `model.safetensors.index.json` and the files it names.
-
-    Returns:
-      Lazy source of the checkpoint's tensors.
-
-    Raises:
-      FileNotFoundError: If the path does not exist.
-      ValueError: If it is not a safetensors checkpoint, or is damaged.
-
-    Examples:
-      >>> checkpoint = bridge.open_checkpoint("small-llama")
-      >>> checkpoint.shape("model.norm.weight")
-      (16,)
-      >>> checkpoint.read("model.norm.weight", (slice(0, 2),))
-      array([1., 1.], dtype=float32)
-    """
-    check_local(path)
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"No checkpoint at '{path}': nothing is there.")
-    if path.is_dir():
-        tensors = _read_directory(path)
-    elif path.suffix == ".safetensors":
-        tensors = read_header(path)
-    else:
-        raise ValueError(
-            f"'{path}' is not a safetensors checkpoint: its name does not end in "
-            f".safetensors, and it is not a directory.{describe_names([path.name])}"
-        )
-    return SafetensorsSource(str(path), MappingProxyType(tensors))
-
-
-def _read_directory(directory: Path) -> dict[str, TensorInfo]:
-    names = set(os.listdir(directory))
-    if INDEX_NAME not in names and SINGLE_NAME not in names:
-        raise ValueError(
-            f"'{directory}' is not a safetensors checkpoint: it holds neither "
-            f"'{SINGLE_NAME}' nor '{INDEX_NAME}'.{describe_names(names)}"
-        )
-    if INDEX_NAME not in names:
-        return read_header(directory / SINGLE_NAME)
-    tensors = read_sharded(directory / INDEX_NAME, read_header)
-    named = {info.file.name for info in tensors.values()}
-    if SINGLE_NAME in names - named:
-        raise ValueError(
-            f"'{directory}' holds two checkpoints: '{SINGLE_NAME}', and '{INDEX_NAME}' "
-            "that does not name it. Remove one of them."
-        )
-    return tensors
 
 
 def _byte_strides(info: TensorInfo) -> tuple[int, ...]:

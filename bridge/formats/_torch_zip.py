@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bridge._local_path import check_local
+from bridge.formats._other_formats import describe_content
 from bridge.formats._source import Source
 from bridge.formats._tensor_source import TensorSource
 from bridge.formats._torch_tensors import LazyTensor, tensor_rules
@@ -128,7 +129,8 @@ def _walk(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
 
 def _check_kind(path: Path) -> None:
     with path.open("rb") as stream:
-        start = stream.read(4)
+        head = stream.read(64)
+    start = head[:4]
     if start[:2] == b"\x80\x02":
         raise ValueError(
             f"'{path}' is a bare pickle, as torch wrote before 1.6. Load it with a "
@@ -138,5 +140,5 @@ def _check_kind(path: Path) -> None:
     if start != b"PK\3\4":
         raise ValueError(
             f"'{path}' was not written by torch.save: it begins with {start!r}, a zip "
-            "archive with b'PK\\x03\\x04'."
+            f"archive with b'PK\\x03\\x04'. {describe_content(head)}".rstrip()
         )

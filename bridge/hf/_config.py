@@ -12,6 +12,7 @@ from bridge.families._family import REQUIRED, Family
 from bridge.families._field_transform import FieldTransform
 from bridge.families.releases import RELEASES
 from bridge.formats._json import read_json
+from bridge.formats._weight_files import TORCH_SUFFIXES
 from bridge.formats.quantized._decode import undecoded
 from bridge.hf._text_part import text_fields
 from bridge.hf._unread import (
@@ -215,7 +216,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         path = path / CONFIG_NAME
-    elif path.suffix == ".safetensors":
+    elif path.suffix in (".safetensors", *TORCH_SUFFIXES):
         path = path.with_name(CONFIG_NAME)
     if not path.is_file():
         raise FileNotFoundError(f"No model config: '{path}' is not there.")

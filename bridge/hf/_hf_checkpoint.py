@@ -4,8 +4,9 @@ import os
 import warnings
 
 from bridge.families._family import FURTHER, STALE
-from bridge.formats._source import Source, open_checkpoint
+from bridge.formats._source import Source
 from bridge.formats._torch_dtypes import DTYPES
+from bridge.formats._weight_files import open_checkpoint
 from bridge.formats.quantized._decode import decode_quantized
 from bridge.hf._config import find_family, from_hf_config, read_config_file
 from bridge.hf._published_names import (
@@ -59,7 +60,8 @@ def open_hf(
     same, that and the embedding.
 
     Args:
-      path: A directory with `config.json` and safetensors files, or one such file.
+      path: A directory with `config.json` and files as `open_checkpoint` takes them,
+        or one such file.
       config: The model; None reads `config.json`. A file that stands alone, without
         one, is taken to hold plain numbers.
 

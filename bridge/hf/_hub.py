@@ -7,11 +7,22 @@ from pathlib import Path
 from bridge._local_path import check_local
 from bridge.formats._index import read_index
 from bridge.formats._other_formats import describe_names
-from bridge.formats._source import INDEX_NAME, SINGLE_NAME
+from bridge.formats._weight_files import (
+    BIN_INDEX_NAME,
+    BIN_NAME,
+    INDEX_NAME,
+    SINGLE_NAME,
+)
 
-_ADAPTER_NAME = "adapter_model.safetensors"
 # As transformers prefers them: the first that a repository has is its model.
-_WEIGHTS = (SINGLE_NAME, INDEX_NAME, _ADAPTER_NAME)
+_WEIGHTS = (
+    SINGLE_NAME,
+    INDEX_NAME,
+    "adapter_model.safetensors",
+    BIN_NAME,
+    BIN_INDEX_NAME,
+    "adapter_model.bin",
+)
 # What a model needs besides, all of it small.
 _OTHERS = [
     "config.json",
@@ -34,8 +45,9 @@ def resolve(
     """Returns a local path; downloads a hub repository if the cache does not have it.
 
     Downloads config, tokenizer, chat template, and either `model.safetensors` or the
-    files that the index names: no pickles, which run code when they are loaded, and no
-    second copies in other formats, precisions or directories. The files are stored in
+    files that its index names; PyTorch's files only of a repository without them, since
+    other programs run the code in their pickles (`load_hf` does not). No second copies
+    are downloaded, in other formats, precisions or directories. The files are stored in
     the hub's own cache, and found there without a network. Only this function
     downloads: `load_hf` takes local paths alone.
 
@@ -48,9 +60,9 @@ def resolve(
       The path itself if it exists, else the directory in the cache.
 
     Raises:
-      ValueError: If it is neither, there are no safetensors, the hub cannot be
-        reached and the cache has no copy, or it refuses; or if a path that exists is
-        given a revision.
+      ValueError: If it is neither, there are no weights, the hub cannot be reached and
+        the cache has no copy, or it refuses; or if a path that exists is given a
+        revision.
 
     Examples:
       >>> bridge.resolve("small-llama").name  # a path that exists
@@ -72,13 +84,13 @@ def _fetch(repo_id: str, revision: str | None) -> Path:
     weights = next((name for name in _WEIGHTS if name in names), None)
     if weights is None:
         raise ValueError(
-            f"'{repo_id}' has no safetensors that would be its model: neither "
-            f"'{SINGLE_NAME}' nor '{INDEX_NAME}'.{describe_names(names)}"
+            f"'{repo_id}' has no file that would be its model, none of "
+            f"{', '.join(map(repr, _WEIGHTS))}.{describe_names(names)}"
         )
     folder = _download(repo_id, revision, [*_OTHERS, weights])
-    if weights == INDEX_NAME:
+    if weights in (INDEX_NAME, BIN_INDEX_NAME):
         # Of the same commit, whatever is pushed meanwhile: the folder bears its name.
-        files = sorted(set(read_index(folder / INDEX_NAME).values()))
+        files = sorted(set(read_index(folder / weights).values()))
         folder = _download(repo_id, folder.name, [glob.escape(file) for file in files])
     return folder
 

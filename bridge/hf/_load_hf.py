@@ -31,7 +31,8 @@ def load_hf(
     the config first.
 
     Args:
-      path: Directory with `config.json` and safetensors files, or one such file.
+      path: Directory with `config.json` and files as `open_checkpoint` takes them, or
+        one such file.
       like: Abstract parameters: any pytree of `jax.ShapeDtypeStruct`. Each array is
         created with the leaf's `.sharding`, or on the default device if it is None.
       config: Config of the decoder; None reads `config.json`.

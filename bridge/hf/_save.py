@@ -16,7 +16,7 @@ from jaxtyping import DTypeLike
 from bridge._local_path import check_local
 from bridge._new_directory import check_free, publish, temporary_directory
 from bridge._tree import arrays_of, named_leaves
-from bridge.formats._source import INDEX_NAME
+from bridge.formats._weight_files import INDEX_NAME
 from bridge.hf._config import CONFIG_NAME
 from bridge.hf._score_head import Head, fields_with_head, mapping_with_head
 from bridge.models import DecoderConfig

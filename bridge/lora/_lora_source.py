@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from bridge.formats._source import Source, open_checkpoint
-from bridge.formats._torch_zip import open_torch_file
+from bridge.formats._source import Source
+from bridge.formats._weight_files import open_checkpoint
 from bridge.lora._lora_config import LoraConfig, read_lora_config
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -80,7 +80,7 @@ def open_lora(path: str | os.PathLike[str]) -> LoraSource:
 def _open_weights(directory: Path) -> Source:
     if (directory / WEIGHTS_NAME).is_file() or not (directory / BIN_NAME).is_file():
         return open_checkpoint(directory / WEIGHTS_NAME)
-    return open_torch_file(directory / BIN_NAME)
+    return open_checkpoint(directory / BIN_NAME)
 
 
 def _strange(source: Source) -> dict[str, str]:

@@ -11,22 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bridge.formats._index import read_sharded
-from bridge.formats._source import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    SafetensorsSource,
-    Source,
-    open_checkpoint,
-)
+from bridge.formats._source import SafetensorsSource, Source
 from bridge.formats._tensor_source import TensorSource
-from bridge.formats._torch_tensors import LazyTensor
-from bridge.formats._torch_zip import flatten_tensors, open_torch_file, read_torch_file
+from bridge.formats._torch_zip import open_torch_file
+from bridge.formats._weight_files import holds_model, open_checkpoint
 from bridge.pytorch._torch_source import hold, is_module
 from bridge.pytorch._verl import is_verl, open_verl
-
-BIN_NAME = "pytorch_model.bin"
-BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 
 
 def open_torch(source: Any, prefix: str = "") -> Source:
@@ -77,20 +67,8 @@ def _within(source: Source, prefix: str) -> Source:
 
 
 def _open_path(path: Path) -> Source:
-    if path.is_dir() and not any(
-        (path / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)
-    ):
-        if (path / BIN_INDEX_NAME).is_file():
-            tensors = read_sharded(path / BIN_INDEX_NAME, _read_file)
-            return TensorSource(str(path), MappingProxyType(tensors))
-        if (path / BIN_NAME).is_file():
-            return open_torch_file(path / BIN_NAME)
-        if is_verl(path):
-            return open_verl(path).source
+    if path.is_dir() and not holds_model(path) and is_verl(path):
+        return open_verl(path).source
     if path.is_file() and path.suffix != ".safetensors":
-        return open_torch_file(path)
+        return open_torch_file(path)  # whatever its ending
     return open_checkpoint(path)
-
-
-def _read_file(file: Path) -> dict[str, LazyTensor]:
-    return flatten_tensors(read_torch_file(file), f"'{file}'")

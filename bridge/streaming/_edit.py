@@ -1,5 +1,6 @@
-"""Editing of safetensors checkpoints, tensor by tensor."""
+"""Editing of Hugging Face checkpoints, tensor by tensor."""
 
+import fnmatch
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from bridge._local_path import check_local
 from bridge._new_directory import new_directory
 from bridge.formats._edits import Edits
 from bridge.formats._safetensors import encode_header
-from bridge.formats._source import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from bridge.formats._weight_files import BIN_INDEX_NAME, INDEX_NAME, open_checkpoint
 from bridge.streaming._files import assign_files, index_of
 from bridge.streaming._load import Progress
 
@@ -29,7 +30,7 @@ def edit_safetensors(
     """Writes a safetensors checkpoint with other names, other dtypes or fewer tensors.
 
     One tensor is in memory at a time; the directory appears when it is complete. Files
-    of a directory that hold no tensors (config, tokenizer) are copied.
+    of a directory that are not its model's (config, tokenizer) are copied.
 
     Args:
       src: Directory or file, as `open_checkpoint` takes it.
@@ -85,5 +86,6 @@ def _beside(src: Path) -> list[Path]:
         for file in sorted(src.iterdir())
         if file.is_file()
         and file.suffix != ".safetensors"
-        and file.name not in (INDEX_NAME, SINGLE_NAME)
+        and not fnmatch.fnmatchcase(file.name, "pytorch_model*.bin")
+        and file.name not in (INDEX_NAME, BIN_INDEX_NAME)
     ]

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from bridge.formats._safetensors import DTYPE_NAMES
-from bridge.formats._source import SINGLE_NAME
+from bridge.formats._weight_files import SINGLE_NAME
 from bridge.rules._mapping import castable
 from bridge.rules._piece import Piece
 

@@ -22,6 +22,8 @@ from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._train_config import adapter_of, is_reward_model
 
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
 # Under this name a step carries the tokenizer, chat template and generation config.
 TOKENIZER = "tokenizer"
 
@@ -189,8 +191,8 @@ def open_any(
     """Opens a model or a checkpoint of any kind, which is detected.
 
     Args:
-      model: Directory of Hugging Face, Megatron or fsdp-jax, a safetensors file, or
-        a hub id.
+      model: Directory of Hugging Face, Megatron or fsdp-jax, a file of weights, or a
+        hub id.
       step: Step of a checkpoint of fsdp-jax; None for the newest.
       config: Config to use instead of that of the model.
       ignore_fields: Fields of config.json to ignore although they are refused.
@@ -209,7 +211,7 @@ def open_any(
             )
         if bridge.megatron.is_megatron(path):
             return _open_megatron(path, step, config, ignore_fields)
-        if path.is_dir() and not any(path.glob("*.safetensors")):
+        if path.is_dir() and not any(any(path.glob(p)) for p in _WEIGHTS):
             raise ValueError(
                 f"No checkpoint at '{path}': the directory is neither a Hugging Face "
                 "model (config.json) nor a Megatron checkpoint, and has no committed "
@@ -263,7 +265,7 @@ def open_hf(
       ignore_fields: Fields of config.json to ignore although they are refused.
 
     Raises:
-      ValueError: If it is not a safetensors checkpoint of a supported family.
+      ValueError: If it is not a checkpoint of a supported family.
     """
     path = bridge.resolve(hf)
     bridge.open_checkpoint(path)

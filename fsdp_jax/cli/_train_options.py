@@ -28,9 +28,9 @@ class StartOptions:
     """Where training starts: one of --hf, --config and --resume.
 
     Attributes:
-      hf: Model to start from: a directory with config.json and safetensors files, a hub
-        id, a Megatron checkpoint, or a checkpoint of fsdp-jax, whose parameters are
-        taken.
+      hf: Model to start from: a directory with config.json and weights (safetensors,
+        or pytorch_model.bin, read as data), a hub id, a Megatron checkpoint, or a
+        checkpoint of fsdp-jax, whose parameters are taken.
       config: Config of a model to start from random weights: a config.json, or a
         directory with one, whose tokenizer is used too; --seed chooses the weights.
       resume: Directory of a run to resume, given to --save before.

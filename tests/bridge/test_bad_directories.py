@@ -182,9 +182,9 @@ def test_an_index_may_name_the_one_file_there_is(checkpoint):
 
 
 OTHERS = {
-    "pytorch_model.bin": "`bridge.from_torch`",
-    "consolidated.00.pth": "`bridge.from_torch`",
-    "model.pt": "`bridge.from_torch`",
+    "consolidated.00.pth": "path",
+    "model.pt": "path",
+    "adapter_model.bin": "`bridge.load_lora`",
     "adapter_model.safetensors": "`bridge.load_lora`",
     "consolidated.safetensors": "safetensors",
     "model.gguf": "GGUF",
@@ -208,10 +208,8 @@ def test_weights_of_another_kind_are_named_with_advice(
 def test_many_files_of_a_kind_are_one_line(checkpoint, refused):
     (checkpoint / "model.safetensors").unlink()
     for number in range(5):
-        (checkpoint / f"pytorch_model-{number}.bin").touch()
-    refused(
-        checkpoint, "'pytorch_model-0.bin'", "'pytorch_model-2.bin'", "2", "PyTorch"
-    )
+        (checkpoint / f"part-{number}.bin").touch()
+    refused(checkpoint, "'part-0.bin'", "'part-2.bin'", "2", "PyTorch")
 
 
 def test_an_empty_directory_is_refused(tmp_path, refused):
@@ -220,7 +218,7 @@ def test_an_empty_directory_is_refused(tmp_path, refused):
 
 def test_a_pickle_s_own_path_is_refused(tmp_path, refused):
     (tmp_path / "model.bin").write_bytes(pickle.dumps(Canary()))
-    refused(tmp_path / "model.bin", ".safetensors", "from_torch")
+    refused(tmp_path / "model.bin", "torch.save")
 
 
 CONFIG = json.dumps(HF_CONFIG).encode()

@@ -39,13 +39,17 @@ OTHERS = """
     original/tokenizer.model original/model.safetensors preprocessor_config.json
     """.split()
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+BIN_SHARDS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 REPOS = {
     "org/one": [*NEEDED, *OTHERS, ONE],
     "org/many": [*NEEDED, *OTHERS, INDEX, *SHARDS],
     "org/both": [*NEEDED, *OTHERS, ONE, INDEX, *SHARDS],
     "org/adapter": ["adapter_config.json", "adapter_model.safetensors"],
-    "org/pickles": [*NEEDED, "pytorch_model.bin", "x.gguf"],
+    "org/old": [*NEEDED, "training_args.bin", BIN],
+    "org/old-many": [*NEEDED, BIN_INDEX, *BIN_SHARDS],
+    "org/no-model": [*NEEDED, "model.pt", "x.gguf"],
     "org/outside": [INDEX],
     "org/gated": [*NEEDED, ONE],
     "org/uncached": [*NEEDED, ONE],
@@ -54,9 +58,11 @@ REPOS = {
 
 def content_of(repo: str, file: str) -> bytes:
     """Other bytes for every file: the client fetches equal ones once."""
-    if file != INDEX:
+    if file not in (INDEX, BIN_INDEX):
         return f"{repo}/{file} at {{commit}}".encode()
-    files = ["../../../../secret.safetensors"] if repo == "org/outside" else SHARDS
+    files = BIN_SHARDS if file == BIN_INDEX else SHARDS
+    if repo == "org/outside":
+        files = ["../../../../secret.safetensors"]
     weight_map = {f"tensor {i}": name for i, name in enumerate([*files, files[0]])}
     return json.dumps({"weight_map": weight_map, "of": repo}).encode()
 
@@ -122,6 +128,8 @@ def files_in(folder: str) -> set[str]:
         ("org/one", [ONE]),
         ("org/many", [INDEX, *SHARDS]),
         ("org/both", [ONE]),  # as transformers prefers them
+        ("org/old", [BIN]),
+        ("org/old-many", [BIN_INDEX, *BIN_SHARDS]),
     ],
 )
 def test_only_what_is_needed_is_fetched(resolved, repo, weights):
@@ -155,11 +163,11 @@ def test_all_files_are_of_one_commit_whatever_is_pushed_meanwhile(tmp_path):
     assert weights == f"org/many/{SHARDS[0]} at {COMMIT}"
 
 
-def test_nothing_is_fetched_of_a_repository_of_pickles(resolved):
+def test_nothing_is_fetched_of_a_repository_without_a_model(resolved):
     paths, fetched = resolved
-    assert "org/pickles" not in fetched
-    assert "'org/pickles' has no safetensors" in paths["org/pickles"]
-    assert "'pytorch_model.bin': PyTorch pickles: `bridge.from_" in paths["org/pickles"]
+    assert "org/no-model" not in fetched
+    for said in ("'org/no-model'", f"'{ONE}'", f"'{BIN}'", "'model.pt'", "GGUF"):
+        assert said in paths["org/no-model"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Convert:
     time, unless SRC or DST is a checkpoint of fsdp-jax: then the model is.
 
     Attributes:
-      src: Checkpoint to read: a directory, a safetensors file, or a hub id.
+      src: Checkpoint to read: a directory, a file of weights, or a hub id.
       dst: Directory to write; new, or empty.
       to: Format to write: Hugging Face's files; Megatron's torch_dist, or fsdp_dtensor
         of Megatron-FSDP, which any run reads; Megatron's legacy files, for a run of the

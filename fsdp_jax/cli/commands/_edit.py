@@ -26,12 +26,13 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class Edit:
     """Write a checkpoint with other names, other dtypes or fewer tensors.
 
-    Edits safetensors, and Megatron's distributed checkpoints (torch_dist and
-    fsdp_dtensor) by their keys on disk. One tensor is in memory at a time, and all that
-    is not edited is copied bit by bit. The config is copied too and not changed.
+    Edits Hugging Face's files, of which it writes safetensors, and Megatron's
+    distributed checkpoints (torch_dist and fsdp_dtensor) by their keys on disk. One
+    tensor is in memory at a time, and all that is not edited is copied bit by bit. The
+    config is copied too and not changed.
 
     Attributes:
-      src: Checkpoint to read: a directory, or a safetensors file.
+      src: Checkpoint to read: a directory, or a file of weights.
       dst: Directory to write; new.
       rename: A regular expression, and what replaces it in every name; may be repeated.
       drop: Tensors to leave out, by name; `*` matches anything; may be repeated.

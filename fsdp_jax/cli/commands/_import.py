@@ -29,8 +29,9 @@ class Import:
     `export`, `compare` and `inspect` take the checkpoint as they take the model.
 
     Attributes:
-      model: A directory with config.json and safetensors files, one such file, a hub
-        id, or what Megatron's --save named; which it is, is found out.
+      model: A directory with config.json and weights (safetensors, or
+        pytorch_model.bin, read as data), one such file, a hub id, or what Megatron's
+        --save named; which it is, is found out.
       out: Directory to write; new, or empty.
       dtype: Dtype of the parameters, which training updates; default float32.
       optimizer: Also takes Adam's state and settings and the step of a Megatron

@@ -28,7 +28,7 @@ class Inspect:
     Reads headers and no weights, but for --tensor.
 
     Attributes:
-      path: A model's directory, a safetensors file, a Megatron checkpoint, or a
+      path: A model's directory, a file of weights, a Megatron checkpoint, or a
         directory of `fsdp-jax train --save` or `fsdp-jax import`.
       sharded: Also plans how it would be sharded over the devices, and says what each
         process would read.
