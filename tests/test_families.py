@@ -102,6 +102,15 @@ def gradients_of_eight(config: DecoderConfig, params, tokens):
     return host(fsdp.sharding.unpack(state.opt_state))
 
 
+def test_each_model_type_names_one_family():
+    names = [
+        name
+        for family in bridge.families.FAMILIES.values()
+        for name in (family.model_type, *family.also_named)
+    ]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.parametrize("variant", CASES)
 def test_a_step_on_eight_devices_is_that_of_one(variant):
     with jax.enable_x64(True):

@@ -44,6 +44,12 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "smollm3": _sizes(128256, 2048, 11008, 36, 16),
     "granite": _sizes(32000, 4096, 11008, 32, 32),
     "cohere": _sizes(256000, 8192, 22528, 40, 64),
+    "cohere2": _sizes(256000, 8192, 22528, 40, 64),
+    "exaone4": _sizes(102400, 4096, 16384, 32, 32),
+    "hyperclovax": _sizes(32000, 4096, 11008, 32, 32),
+    "lfm2": _sizes(65536, 2560, None, 32, 32),
+    "lfm3": _sizes(128000, 2048, 7680, 24, 16),
+    "nemotron_h": _sizes(131072, 4096, 21504, None, 32),
     "glm4": _sizes(151552, 4096, 13696, 40, 32),
     "qwen2_moe": _sizes(151936, 2048, 5632, 24, 16),
     "olmoe": _sizes(50304, 2048, None, 16, 16),
@@ -68,6 +74,31 @@ _QWEN2_VL = {
 }
 
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "glm4v_text": {
+        **_sizes(151552, 4096, 13696, 40, 32),
+        "head_dim": None,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+    "glm4v_moe_text": {
+        **_sizes(151424, 4096, 10944, 46, 96),
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+    },
+    "qwen2_5_omni_text": {
+        **_sizes(152064, 3584, 18944, 28, 28),
+        "num_key_value_heads": 4,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_omni_moe_text": {
+        **_sizes(3584, 2048, 18944, 28, 28),
+        "rope_theta": 1000000.0,
+        "norm_topk_prob": True,
+    },
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": {

@@ -14,6 +14,7 @@ from bridge.families._layer_types import turned_where_sliding
 
 FAMILY = Family(
     model_type="exaone4",
+    also_named=("exaone4_5_text",),  # of EXAONE 4.5's first files, with images
     architecture="Exaone4ForCausalLM",
     fields={
         **SIZES,

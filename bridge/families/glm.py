@@ -26,6 +26,7 @@ FAMILY = dataclasses.replace(
     glm4.FAMILY,
     model_type="glm",
     architecture="GlmForCausalLM",
+    also_named=(),
     constants={},
     key_mappings=(key_mapping(_layer),),
 )

@@ -32,6 +32,7 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
 FAMILY = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
+    also_named=("glm4v_text",),  # text part of GLM-4.1V and GLM-4.6V-Flash
     fields={
         **SIZES,
         **tokens(None, (151329, 151336, 151338), 151329),

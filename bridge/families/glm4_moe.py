@@ -22,6 +22,7 @@ from bridge.families._sparse import key_mappings
 FAMILY = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
+    also_named=("glm4v_moe_text",),  # text part of GLM-4.5V and GLM-4.6V
     fields={
         **SIZES,
         **tokens(None, None),

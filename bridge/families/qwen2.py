@@ -29,7 +29,7 @@ FAMILY = Family(
     key_mappings=(key_mapping(dense_layer),),
     ignore=ignore_tied_head,
     # Text parts of Qwen2-VL and Qwen2.5-VL.
-    also_named=("qwen2_vl_text", "qwen2_5_vl_text"),
+    also_named=("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
     also_architectures=(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",

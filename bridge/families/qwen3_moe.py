@@ -51,7 +51,8 @@ def _layer_of_images(config: DecoderConfig, kind: LayerKind) -> Rules:
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    also_named=("qwen3_vl_moe_text",),  # text part of Qwen3-VL
+    # Text parts of Qwen3-VL and Qwen3-Omni.
+    also_named=("qwen3_vl_moe_text", "qwen3_omni_moe_text"),
     fields={
         **SIZES,
         **tokens(None, None),

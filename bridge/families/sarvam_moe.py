@@ -52,6 +52,7 @@ FAMILY = dataclasses.replace(
     model_type="sarvam_moe",
     architecture="SarvamMoEForCausalLM",
     also_architectures=("Glm4MoeForCausalLM",),  # what transformers makes of it
+    also_named=(),
     fields={
         **glm4_moe.FAMILY.fields,
         **tokens(None, 1, 0),

@@ -3,17 +3,14 @@
 import dataclasses
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
-from bridge._local_path import check_local
 from bridge.families import FAMILIES, NAMES
 from bridge.families._family import REQUIRED, Family
 from bridge.families._field_transform import FieldTransform
 from bridge.families.releases import RELEASES
-from bridge.formats._json import read_json
-from bridge.formats._weight_files import TORCH_SUFFIXES
 from bridge.formats.quantized._decode import undecoded
+from bridge.hf._config_file import read_config_file
 from bridge.hf._text_part import text_fields
 from bridge.hf._unread import (
     TRUE,
@@ -38,10 +35,6 @@ from bridge.models import (
     ShortConvConfig,
 )
 from bridge.models._config_consistency import MAX_LAYERS
-
-CONFIG_NAME = "config.json"
-# Of Mamba-2 layers, whose time steps have no upper limit in most models.
-_INFINITE = frozenset({"time_step_limit"})
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -200,27 +193,6 @@ def find_family(model_type: Any) -> Family:
             f"{', '.join(sorted([*NAMES, *RELEASES]))}."
         )
     return FAMILIES[name]
-
-
-def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the fields of a `config.json`.
-
-    Args:
-      path: The file, or the directory or the weight file beside it.
-
-    Raises:
-      FileNotFoundError: If there is no such file.
-      ValueError: If it is not one JSON object.
-    """
-    check_local(path)
-    path = Path(path)
-    if path.is_dir():
-        path = path / CONFIG_NAME
-    elif path.suffix in (".safetensors", *TORCH_SUFFIXES):
-        path = path.with_name(CONFIG_NAME)
-    if not path.is_file():
-        raise FileNotFoundError(f"No model config: '{path}' is not there.")
-    return read_json(path, f"'{path}'", _INFINITE)
 
 
 def getter(config: Any, name: str) -> Any:

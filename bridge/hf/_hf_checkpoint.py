@@ -8,7 +8,8 @@ from bridge.formats._source import Source
 from bridge.formats._torch_dtypes import DTYPES
 from bridge.formats._weight_files import open_checkpoint
 from bridge.formats.quantized._decode import decode_quantized
-from bridge.hf._config import find_family, from_hf_config, read_config_file
+from bridge.hf._config import find_family, from_hf_config
+from bridge.hf._config_file import read_config_file
 from bridge.hf._published_names import (
     FamilyNames,
     describe,

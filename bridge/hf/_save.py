@@ -17,7 +17,7 @@ from bridge._local_path import check_local
 from bridge._new_directory import check_free, publish, temporary_directory
 from bridge._tree import arrays_of, named_leaves
 from bridge.formats._weight_files import INDEX_NAME
-from bridge.hf._config import CONFIG_NAME
+from bridge.hf._config_file import CONFIG_NAME
 from bridge.hf._score_head import Head, fields_with_head, mapping_with_head
 from bridge.models import DecoderConfig
 from bridge.streaming._export import write_weights

@@ -11,16 +11,22 @@ from bridge.families._class_defaults import CLASS_DEFAULTS, TEXT_DEFAULTS
 # is none of them: all of its prompt attends to all of it.
 MULTIMODAL = frozenset(
     """
-    aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fast_vlm gemma3
-    gemma3n gemma4 got_ocr2 idefics2 idefics3 internvl janus kimi_k25 lighton_ocr llama4
-    llava llava_next llava_next_video llava_onevision mistral3 modernvbert ovis2
-    perception_lm qianfan_ocr qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe
-    qwen3_vl qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava voxtral
+    audioflamingo3 aya_vision blip-2 cohere2_vision deepseek_vl deepseek_vl_hybrid
+    exaone4_5 fast_vlm fun_asr_nano gemma3 gemma3n gemma4 glm46v glm4v glm4v_moe glmasr
+    got_ocr2 granite_speech granite_speech_plus hyperclovax_vision_v2 idefics2 idefics3
+    instructblip instructblipvideo internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr
+    llama4 llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6
+    minicpmv4_7 mistral3 moss_transcribe_diarize musicflamingo nemotron_h_omni omniasr
+    ovis2 perception_lm pp_chart2table qianfan_ocr qwen2_5_omni qwen2_5_omni_thinker
+    qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe
+    qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm vibevoice_asr
+    video_llama_3 video_llava vipllava voxtral
     """.split()
 )
 # Multimodal models whose published files have the fields of the text part beside those
 # of the others.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+_THINKER = "thinker_config"  # the part of a model that speaks which has the text part
 # How three positions of an image share the rotary dims; those of texts are equal.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -44,8 +50,8 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
       ValueError: If the config is multimodal, and its text part is not known to be the
         model of its family.
     """
-    model_type = fields.get("model_type")
-    text = _text_of(fields)
+    fields = _with_text(fields)
+    model_type, text = fields.get("model_type"), _text_of(fields)
     if text is None:
         return fields
     kind = str(text.get("model_type"))
@@ -70,13 +76,22 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_multimodal(fields: Mapping[str, Any]) -> bool:
     """Returns whether fields are those of a model with a text part."""
-    return _text_of(fields) is not None
+    return _text_of(_with_text(fields)) is not None
 
 
 def quantization_of(fields: Mapping[str, Any]) -> Any:
     """Returns `quantization_config` of a config, or of its text part."""
+    fields = _with_text(fields)
     text = _text_of(fields) or {}
     return text.get("quantization_config") or fields.get("quantization_config")
+
+
+def _with_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the fields around a text part: of a model that speaks, its thinker's."""
+    thinker = fields.get(_THINKER)
+    if not isinstance(thinker, Mapping):
+        return fields
+    return {**thinker, **{k: v for k, v in fields.items() if k != _THINKER}}
 
 
 def _text_of(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:

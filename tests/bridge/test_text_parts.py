@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from bridge_helpers import load_model, logits_of, tensors_of
+from bridge_helpers import (
+    HF_CONFIG,
+    assert_same_leaves,
+    like_of,
+    load_model,
+    logits_of,
+    random_tensors,
+    tensors_of,
+    write_llama,
+)
 from helpers.errors import facts
 from safetensors.numpy import save_file
 from tiny_configs import SIZES
-from tiny_models import hf_logits, randomize
+from tiny_models import hf_logits, make_model, randomize
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import bridge
@@ -100,7 +110,9 @@ def test_a_published_file_may_have_all_fields_beside_each_other():
 @pytest.mark.parametrize("kind", TEXT_DEFAULTS)
 def test_defaults_of_text_parts_are_those_of_transformers(kind):
     given, made = TEXT_DEFAULTS[kind], CONFIG_MAPPING[kind]()
-    said = made.to_dict()
+    # What layers take where their class has no such field.
+    said = {"head_dim": None, "partial_rotary_factor": 1.0, "eos_token_id": None}
+    said |= made.to_dict()
     said |= {"rope_theta": said["rope_parameters"]["rope_theta"]}
     if "num_experts" in given:  # of the class, under another name; all are normed
         said |= {"num_experts": made.num_experts, "norm_topk_prob": True}
@@ -113,3 +125,75 @@ def test_defaults_of_text_parts_are_those_of_transformers(kind):
         if (name, field.default) != ("head_dim", None)  # as wide as the sizes say
     }
     assert others == {name: said[name] for name in others}
+
+
+def disagreeing(path: Path, *, head: bool, around: bool) -> Path:
+    """Writes a multimodal Llama whose two fields differ on whether the head is tied."""
+    tensors = random_tensors(np.float32)
+    if not head:
+        del tensors["lm_head.weight"]
+    write_llama(path, tensors={f"language_model.{k}": v for k, v in tensors.items()})
+    text = HF_CONFIG | {"tie_word_embeddings": not around}
+    fields = {"model_type": "llava", "text_config": text, "tie_word_embeddings": around}
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("head", [True, False])
+def test_files_say_whether_a_head_is_tied_where_two_fields_differ(
+    tmp_path, head, around
+):
+    path = disagreeing(tmp_path / "model", head=head, around=around)
+    config = bridge.from_hf_config(path)
+    assert config.tie_word_embeddings is not head
+    params = bridge.load_hf(path, like_of(config))
+    assert ("lm_head" in params) is head
+    file = path / "config.json"  # without weights: what the text part says
+    assert bridge.from_hf_config(file).tie_word_embeddings is not around
+
+
+def test_exaone_4_5_names_its_text_part_as_it_was_published():
+    text = SIZES | {
+        "model_type": "exaone4_5_text",
+        "architectures": ["Exaone4ForCausalLM"],
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+        "sliding_window": 8,
+        "sliding_window_pattern": "LLG",
+        "num_nextn_predict_layers": 1,
+        "mtp_share_layers": True,
+        "rope_scaling": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    fields = {"model_type": "exaone4_5", "text_config": text}
+    config = bridge.from_hf_config(fields)
+    assert config.model_type == "exaone4"
+    assert config.rope is not None and config.rope.rope_theta == 1e6
+    said = {"num_nextn_predict_layers", "mtp_share_layers"}
+    assert bridge.left_out_fields(fields).keys() == said
+
+
+def test_of_a_model_that_speaks_its_thinker_is_read(tmp_path):
+    plain, omni = tmp_path / "plain", tmp_path / "omni"
+    make_model(plain, "qwen2")
+    fields = json.loads((plain / "config.json").read_text())
+    tensors = {f"thinker.{key}": value for key, value in tensors_of(plain).items()}
+    tensors |= {
+        key.replace("thinker.", "talker.", 1): value + 1
+        for key, value in tensors.items()
+        if ".layers.0." in key
+    }
+    omni.mkdir()
+    save_file(tensors, omni / "model.safetensors")
+    text = fields | {"model_type": "qwen2_5_omni_text"}
+    talker = {"text_config": fields | {"num_hidden_layers": 1}}
+    config = {
+        "model_type": "qwen2_5_omni",
+        "thinker_config": {"text_config": text, "audio_config": {}},
+        "talker_config": talker,
+    }
+    (omni / "config.json").write_text(json.dumps(config))
+    read = bridge.from_hf_config(omni)
+    assert read == bridge.from_hf_config(plain)
+    with pytest.warns(UserWarning, match=facts("talker")):
+        loaded = bridge.load_hf(omni, like_of(read))
+    assert_same_leaves(loaded, bridge.load_hf(plain, like_of(read)))

@@ -1,0 +1,54 @@
+"""The file `config.json` beside the weights of a model."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge._local_path import check_local
+from bridge.formats._json import read_json
+from bridge.formats._weight_files import (
+    TORCH_SUFFIXES,
+    holds_model,
+    open_checkpoint,
+)
+
+CONFIG_NAME = "config.json"
+# Of Mamba-2 layers, whose time steps have no upper limit in most models.
+_INFINITE = frozenset({"time_step_limit"})
+_TIED = "tie_word_embeddings"
+_HEAD = "lm_head.weight"
+
+
+def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads the fields of a `config.json`.
+
+    Of a multimodal model, one field may say two things: transformers 4 ties the head
+    as `text_config` says, 5 as the fields around it say, and neither ties a head that
+    is stored with values of its own. If they differ, the weights beside the file say
+    which it is.
+
+    Args:
+      path: The file, or the directory or the weight file beside it.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is not one JSON object.
+    """
+    check_local(path)
+    path = Path(path)
+    file, weights = path, None
+    if path.is_dir():
+        file, weights = path / CONFIG_NAME, path if holds_model(path) else None
+    elif path.suffix in (".safetensors", *TORCH_SUFFIXES):
+        file, weights = path.with_name(CONFIG_NAME), path
+    if not file.is_file():
+        raise FileNotFoundError(f"No model config: '{file}' is not there.")
+    fields = read_json(file, f"'{file}'", _INFINITE)
+    text = fields.get("text_config")
+    if weights is None or not isinstance(text, Mapping):
+        return fields
+    if {fields.get(_TIED), text.get(_TIED)} != {True, False}:
+        return fields
+    stored = any(key.endswith(_HEAD) for key in open_checkpoint(weights).keys())
+    return {**fields, "text_config": {**text, _TIED: not stored}}
