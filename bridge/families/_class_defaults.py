@@ -74,6 +74,26 @@ _QWEN2_VL = {
 }
 
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_unified_text": {
+        **_sizes(262144, 2304, 9216, 30, 8),
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+    },
+    "granite_docling_text": {
+        **_sizes(133800, 1024, 2048, 28, 16),
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 100256,
+        "bos_token_id": 100257,
+        "eos_token_id": 100257,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.263,
+        "attention_multiplier": 0.015625,
+    },
     "glm4v_text": {
         **_sizes(151552, 4096, 13696, 40, 32),
         "head_dim": None,

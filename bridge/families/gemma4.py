@@ -222,6 +222,7 @@ def _read_direction(fields: Mapping[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
+    also_named=("gemma4_unified_text",),  # text part of Gemma 4 unified
     fields={
         **SIZES,
         **tokens(2, 1, 0),

@@ -11,6 +11,7 @@ from bridge.families._hf_rope import rope
 FAMILY = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
+    also_named=("granite_docling_text",),  # text part of Granite for Docling
     fields={
         **SIZES,
         **tokens(1, 2),

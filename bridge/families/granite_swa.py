@@ -86,6 +86,7 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
 
 FAMILY = dataclasses.replace(
     granite.FAMILY,
+    also_named=(),
     model_type="granite_swa",
     architecture="GraniteSWAForCausalLM",
     fields={

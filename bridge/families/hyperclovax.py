@@ -39,6 +39,7 @@ def _read_scale(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILY = dataclasses.replace(
     granite.FAMILY,
+    also_named=(),
     model_type="hyperclovax",
     architecture="HyperCLOVAXForCausalLM",
     fields={

@@ -53,6 +53,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN_VISION["vision_config"] | {"num_key_value_heads": 2}
     },
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 48, "intermediate_size": 12}},
+    "granite_docling": {"vision_config": {"out_hidden_size": 48}},
     "glm46v": _QWEN_VISION,
     "glm4v": _QWEN_VISION,
     "glm4v_moe": _QWEN_VISION,
@@ -93,7 +94,7 @@ MOST_UNLIKE = (
 )
 OTHERS = (
     *("audioflamingo3", "cohere2_vision", "deepseek_vl", "fun_asr_nano", "glm46v"),
-    *("got_ocr2",),
+    *("gemma4_unified", "got_ocr2", "granite_docling"),
     *("granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "idefics3"),
     *("instructblip", "instructblipvideo", "janus", "lfm3_vl", "lighton_ocr"),
     *("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr"),

@@ -41,6 +41,7 @@ def _check_derived(fields: Fields) -> dict[str, Any]:
 
 FAMILY = dataclasses.replace(
     glm4_moe.FAMILY,
+    also_named=(),
     model_type="bailing_moe_v2",
     architecture="BailingMoeV2ForCausalLM",
     written_as=glm4_moe.FAMILY.model_type,

@@ -32,6 +32,7 @@ def _read_multipliers(fields: Fields) -> dict[str, Any]:
 
 FAMILY = dataclasses.replace(
     granite.FAMILY,
+    also_named=(),
     model_type="minicpm",
     architecture="MiniCPMForCausalLM",
     written_as=granite.FAMILY.model_type,
