@@ -62,9 +62,9 @@ def loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> Any:
     log_probs = fsdp.ops.vocab_parallel_log_probs(logits, tokens[:, 1:])
     # The first update after a rollout: the policy that wrote is the one that learns.
     old = jax.lax.stop_gradient(log_probs)
-    losses = fsdp.rl.policy_loss(log_probs, old, batch["advantages"])
+    losses = fsdp.rl.policy_loss(log_probs, old, batch["advantages"], mask=mask)
     lengths = jnp.maximum(mask.sum(axis=1), 1)
-    answers = jnp.where(mask, losses, 0).sum(axis=1) / lengths
+    answers = losses.sum(axis=1) / lengths
     likely = fsdp.rl.sequence_log_probs(log_probs, mask)
     return answers.mean(), {"log_prob": likely.mean()}
 

@@ -41,7 +41,8 @@ def named_leaves(
 
     An nnx `Variable` counts as its value, since its key path would end in `.value`,
     which is not part of a weight's name. A `WholeLeaf` counts as one leaf, with its
-    logical shape. Leaves that are None are left out.
+    logical shape. Leaves that are None are left out, and Variables without a value, as
+    optax masks them in its states.
 
     Args:
       tree: Any pytree.
@@ -55,7 +56,7 @@ def named_leaves(
         (leaf_name(path), leaf.get_value() if _is_variable(leaf) else leaf)
         for path, leaf in flat
     ]
-    return [(name, leaf) for name, leaf in named if leaf is not None]
+    return [(name, leaf) for name, leaf in named if _is_there(leaf)]
 
 
 def tree_differences(
@@ -127,6 +128,10 @@ def _fits(wanted: Sequence[str], have: Sequence[str]) -> bool:
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
     """Returns the patterns that match none of `names`: they are misspelled."""
     return [p for p in patterns if all(matches(p, name) is None for name in names)]
+
+
+def _is_there(leaf: Any) -> bool:
+    return bool(tree_util.tree_leaves(leaf, is_leaf=lambda n: isinstance(n, _LEAVES)))
 
 
 def _is_variable(node: Any) -> bool:

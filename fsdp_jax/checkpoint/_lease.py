@@ -106,8 +106,13 @@ class Lease:
             file = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        with os.fdopen(file, "w") as opened:
-            opened.write(self._writer.encode())
+        try:
+            with os.fdopen(file, "w") as opened:
+                opened.write(self._writer.encode())
+        except OSError:
+            # Of a full disk: a lease without a writer would have the next one wait.
+            self._file.unlink(missing_ok=True)
+            raise
         return True
 
     def _replace(self) -> None:

@@ -22,6 +22,8 @@ from fsdp_jax.checkpoint._store_path import StorePath
 # One slash is enough: `Path("s3://bucket/run")` is `s3:/bucket/run`.
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/+([^/].*)")
 _READ_BYTES = 2**20
+# How the errors of TensorStore begin: `RESOURCE_EXHAUSTED: Error writing local file`.
+_STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 # `Path` in annotations: a `StorePath` has the methods of it that are used here.
 
@@ -73,6 +75,23 @@ def outages(path: Any) -> Iterator[None]:
         if is_local(path) or isinstance(error, OSError) or not is_outage(error):
             raise
         raise outage(path, error) from error
+
+
+@contextmanager
+def failed_writes(path: Any) -> Iterator[None]:
+    """Turns TensorStore's errors about a local file into an `OSError`.
+
+    They are `ValueError`s, as that of a full disk is.
+
+    Args:
+      path: Folder that is written.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not is_local(path) or _STATUS.match(str(error)) is None:
+            raise
+        raise OSError(f"Writing '{path}' failed: {error}") from error
 
 
 def files_in(directory: Any) -> list[str]:

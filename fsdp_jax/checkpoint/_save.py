@@ -27,7 +27,7 @@ from fsdp_jax.checkpoint._orbax_handler import (
     remove_unfinished,
     save_arguments,
 )
-from fsdp_jax.checkpoint._paths import as_path, is_local, outages
+from fsdp_jax.checkpoint._paths import as_path, failed_writes, is_local, outages
 from fsdp_jax.checkpoint._run_id import make_run_id
 from fsdp_jax.checkpoint._steps import committed_steps, latest_step, state_directory
 from fsdp_jax.checkpoint._typed_json import encode
@@ -68,6 +68,7 @@ def save(
         `TrainState`, or was donated to a step. If another process, or an open
         `Checkpointer`, writes to it. If `metadata` has other types, or `state` or
         `extras` contain values that cannot be stored.
+      OSError: If a file cannot be written, such as on a full disk.
       ObjectStoreError: If the path is in an object store, and it does not answer.
 
     Examples:
@@ -86,9 +87,10 @@ def save(
         handler = StateHandler()
         with manager(path, handler, enable_async_checkpointing=False) as steps:
             # `force`, since Orbax's own policies would skip a step silently.
-            with outages(directory / str(step)):
+            folder = directory / str(step)
+            with outages(folder), failed_writes(folder):
                 steps.save(step, args=arguments, force=True)
-            raise_failure(handler, directory / str(step))
+                raise_failure(handler, folder)
 
 
 def savable_step(state: Any) -> int:

@@ -88,7 +88,7 @@ def resolve_step(path: str | os.PathLike[str], step: Step) -> int:
             f"No checkpoint at '{path}': it holds no committed step.{_hint(directory)}"
         )
     if step == "latest-good":
-        return _latest_good(path, available)
+        return newest_good(path, available)
     if step is not None and not is_whole(step):
         raise ValueError(
             f"step={step!r} is no number of a step: use an int such as "
@@ -192,8 +192,17 @@ def _committed_in_store(directory: Any) -> list[int]:
     return sorted(int(step) for step in complete if is_step_name(step))
 
 
-def _latest_good(path: str | os.PathLike[str], available: list[int]) -> int:
-    """Returns the newest step whose bytes are all as written; warns about others."""
+def newest_good(path: str | os.PathLike[str], available: list[int]) -> int:
+    """Returns the newest step whose bytes are all as written; warns about others.
+
+    Args:
+      path: Directory of the run.
+      available: Numbers of the steps to look at, oldest first. Each above the one that
+        is returned is damaged.
+
+    Raises:
+      DamagedCheckpointError: If none is intact.
+    """
     for step in reversed(available):
         try:
             check_step(path, step)

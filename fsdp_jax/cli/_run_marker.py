@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint._lease import leased
 from fsdp_jax.checkpoint._multihost import exchange, together
 from fsdp_jax.checkpoint._paths import as_path, is_local
-from fsdp_jax.checkpoint._steps import committed_steps, resolve_step, set_aside
+from fsdp_jax.checkpoint._steps import committed_steps, newest_good, set_aside
 
 _NAME = "fsdp-jax-train.json"
 
@@ -112,18 +113,29 @@ def newest_good_step(save: Path) -> int | None:
 
     Raises:
       DamagedCheckpointError: If there are steps and none is intact.
+      ValueError: If one is damaged, and another process writes to the directory.
     """
     with together("Looking for the newest step"):
-        good = _find_good_step(save) if jax.process_index() == 0 else None
-    return exchange(good)[0]
-
-
-def _find_good_step(save: Path) -> int | None:
-    if not committed_steps(save):
-        return None
-    good = resolve_step(save, "latest-good")
-    for step in committed_steps(save):
-        if step > good:
-            to = set_aside(save, step)
-            print(f"step {step} is damaged and now called {to}", file=sys.stderr)
+        found = _find_good_step(save) if jax.process_index() == 0 else None
+    good, damaged = exchange(found)[0]
+    if damaged:
+        with leased(save), together("Renaming damaged steps"):
+            if jax.process_index() == 0:
+                _set_aside(save, damaged)
     return good
+
+
+def _find_good_step(save: Path) -> tuple[int | None, list[int]]:
+    """Returns the newest undamaged step, and the damaged ones behind it."""
+    # Listed once: what another process commits meanwhile has not been looked at.
+    steps = committed_steps(save)
+    if not steps:
+        return None, []
+    good = newest_good(save, steps)
+    return good, [step for step in steps if step > good]
+
+
+def _set_aside(save: Path, damaged: list[int]) -> None:
+    for step in damaged:
+        to = set_aside(save, step)
+        print(f"step {step} is damaged and now called {to}", file=sys.stderr)

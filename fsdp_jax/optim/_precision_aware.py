@@ -17,6 +17,7 @@ from fsdp_jax.optim._quantized_state import (
 )
 
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_WIDE = 2.0**64  # a dtype with larger numbers has the range of float32
 
 
 def precision_aware(
@@ -30,7 +31,8 @@ def precision_aware(
     """Stores fields of an optimizer's state in narrower floats; the update is float32.
 
     Each block is scaled so that its largest magnitude is the largest of the dtype,
-    so that the dtype's range is spent on that of the block.
+    so that the dtype's range is spent on that of the block; of bfloat16, which has the
+    range of float32, it is 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,7 +100,7 @@ class _NarrowFloats:
         """Returns the narrow floats, and the largest magnitude of each block."""
         info = jnp.finfo(self.dtype)
         unit, scales = normalized(x, self.block)
-        narrow = unit * jnp.float32(info.max)
+        narrow = unit * self._largest
         if self.is_unsigned:
             # bfloat16's least number is none of float32 where it has no subnormal ones.
             least = max(float(info.smallest_subnormal), float(jnp.finfo("f4").tiny))
@@ -109,5 +111,12 @@ class _NarrowFloats:
         self, codes: Float[Array, "*shape"], scales: Float[Array, ...]
     ) -> Float[Array, "*shape"]:
         """Returns the values of narrow floats."""
-        unit = codes.astype(jnp.float32) / jnp.float32(jnp.finfo(self.dtype).max)
-        return scaled(unit, scales, self.block)
+        return scaled(codes.astype(jnp.float32) / self._largest, scales, self.block)
+
+    @property
+    def _largest(self) -> Float[Array, ""]:
+        """The code of a block's largest magnitude."""
+        # XLA divides by a constant as a product with its inverse: that of bfloat16's
+        # largest number is subnormal, and zero where those are flushed.
+        largest = float(jnp.finfo(self.dtype).max)
+        return jnp.float32(1.0 if largest > _WIDE else largest)

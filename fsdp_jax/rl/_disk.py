@@ -25,12 +25,12 @@ def save_batch(path: str | os.PathLike[str], batch: Batch) -> None:
 
     Args:
       path: Path of the file.
-      batch: Batch whose objects and meta are JSON values: strings, numbers, bools,
-        None, lists, and dicts with string keys.
+      batch: Batch whose arrays are of numbers or bools, and whose objects and meta are
+        JSON values: strings, numbers, bools, None, lists, and dicts with string keys.
 
     Raises:
-      ValueError: If objects or meta hold anything else; lists the paths of all such
-        values.
+      ValueError: If arrays, objects or meta hold anything else; lists the paths of all
+        such values.
     """
     check_local(path)
     # Written aside and renamed, so that readers never see an incomplete file.
@@ -54,6 +54,16 @@ def load_batch(path: str | os.PathLike[str]) -> Batch:
 
 def to_bytes(batch: Batch) -> bytes:
     """Serializes a batch to the bytes of its file."""
+    if wrong := [
+        f"{name} ({dtype})"
+        for name, column in batch.arrays.items()
+        if not _is_kept(dtype := _dtype_of(column))
+    ]:
+        raise ValueError(
+            "A batch can be sent only with arrays of numbers or bools, other than "
+            f"{', '.join(wrong)}. Put strings into `objects`, and random keys as "
+            "jax.random.key_data(key)."
+        )
     arrays, columns = {}, []
     for name, column in batch.arrays.items():
         parts = [column.values, column.lengths] if _is_jagged(column) else [column]
@@ -92,8 +102,23 @@ def _is_jagged(column: Any) -> bool:
     return isinstance(column, Jagged)
 
 
+def _dtype_of(column: Any) -> Any:
+    values = column.values if _is_jagged(column) else column
+    return values.dtype if hasattr(values, "dtype") else np.asarray(values).dtype
+
+
+def _is_kept(dtype: Any) -> bool:
+    """Returns whether an array's dtype is one that its name stands for."""
+    try:
+        return dtype.kind != "O" and jnp.dtype(dtype.name) == dtype.newbyteorder("=")
+    except (AttributeError, TypeError):  # of random keys, strings and records
+        return False
+
+
 def _as_plain(array: np.ndarray) -> np.ndarray:
     """Views ml_dtypes as unsigned integers of their size: `.npz` has no such types."""
+    # In this machine's order of bytes, since only the name of a dtype is kept.
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     known = array.dtype.kind in "biufc"
     return array if known else array.view(f"u{array.dtype.itemsize}")
 

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fsdp_jax.rl._batch import Batch
 from fsdp_jax.rl._disk import from_bytes, to_bytes
 
+_HALF = 2**31
+
 
 def all_gather(batch: Batch, mesh: Mesh, axis: str) -> Batch:
     """Concatenates the rows of all processes along one mesh axis.
@@ -99,8 +101,10 @@ def _exchange(data: bytes, ranks: Sequence[int]) -> list[bytes]:
         return [data]
     own = np.frombuffer(data, np.uint8)
     # Sizes first: an all-gather needs arrays of one shape.
-    sizes = _all_gather(np.array([len(own)], np.int32), ranks)[:, 0]
-    padded = np.zeros(sizes.max(), np.uint8)
+    # In two numbers, since arrays of jax have 32 bits.
+    halves = _all_gather(np.array(divmod(len(own), _HALF), np.int32), ranks)
+    sizes = [high * _HALF + low for high, low in halves.tolist()]
+    padded = np.zeros(max(sizes), np.uint8)
     padded[: len(own)] = own
     rows = _all_gather(padded, ranks)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]

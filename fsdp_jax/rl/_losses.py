@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,16 @@ def sequence_log_probs(
     Returns:
       Sums in float32. Values outside the mask, NaN too, do not count.
 
+    Raises:
+      ValueError: If the shapes differ.
+
     Examples:
       >>> log_probs = jnp.log(jnp.array([[0.5, 0.5, 0.1]]))
       >>> mask = jnp.array([[True, True, False]])
       >>> print(jnp.exp(fsdp.rl.sequence_log_probs(log_probs, mask)))
       [0.25]
     """
+    _check_shapes("sequence_log_probs", log_probs=log_probs, mask=mask)
     return jnp.where(mask, log_probs.astype(jnp.float32), 0).sum(axis=-1)
 
 
@@ -71,7 +76,8 @@ def dpo_loss(
       Loss and rewards of each pair.
 
     Raises:
-      ValueError: If `beta` is not positive, or `label_smoothing` not in [0, 0.5).
+      ValueError: If `beta` is not positive, or `label_smoothing` not in [0, 0.5), or
+        the shapes differ.
 
     Examples:
       >>> same = jnp.array([-3.0])
@@ -90,6 +96,13 @@ def dpo_loss(
         )
     if wrong:
         raise ValueError(f"dpo_loss: {'; '.join(wrong)}.")
+    _check_shapes(
+        "dpo_loss",
+        chosen=chosen,
+        rejected=rejected,
+        chosen_reference=chosen_reference,
+        rejected_reference=rejected_reference,
+    )
     chosen_rewards = beta * (chosen - chosen_reference)
     rejected_rewards = beta * (rejected - rejected_reference)
     margin = chosen_rewards - rejected_rewards
@@ -114,6 +127,9 @@ def reward_loss(
     Returns:
       Negative log-probability of the preference, by Bradley and Terry's model.
 
+    Raises:
+      ValueError: If the shapes differ.
+
     Examples:
       >>> print(fsdp.rl.reward_loss(jnp.array([1.0]), jnp.array([1.0])))
       [0.6931472]
@@ -121,6 +137,8 @@ def reward_loss(
     Source: Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the margin: Touvron et
     al. 2023 (arXiv 2307.09288), equation 2.
     """
+    of_pairs = {} if jnp.ndim(margin) == 0 else {"margin": margin}
+    _check_shapes("reward_loss", chosen=chosen, rejected=rejected, **of_pairs)
     return -jax.nn.log_sigmoid(chosen - rejected - margin)
 
 
@@ -138,7 +156,8 @@ def group_advantages(
       Advantages, of mean 0 in each group.
 
     Raises:
-      ValueError: If the answers do not divide into groups.
+      ValueError: If the answers do not divide into groups, or the rewards are not of
+        one dim.
 
     Examples:
       >>> rewards = jnp.array([1.0, 3.0])
@@ -148,6 +167,12 @@ def group_advantages(
     Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2. As in TRL the standard
     deviation is that of a sample, and 1e-4 is added to it.
     """
+    rewards = jnp.asarray(rewards)
+    if rewards.ndim != 1:
+        raise ValueError(
+            f"group_advantages: rewards of shape {rewards.shape}; give one number for "
+            "each answer."
+        )
     if group_size < 2 or rewards.shape[0] % group_size:
         raise ValueError(
             f"group_advantages: {rewards.shape[0]} rewards, group_size={group_size}: "
@@ -163,9 +188,10 @@ def group_advantages(
 def policy_loss(
     log_probs: Float[Array, "batch seq"],
     old_log_probs: Float[Array, "batch seq"],
-    advantages: Float[Array, " batch"],
+    advantages: Float[Array, " batch"] | Float[Array, "batch seq"],
     reference_log_probs: Float[Array, "batch seq"] | None = None,
     *,
+    mask: Bool[Array, "batch seq"] | None = None,
     clip: tuple[float, float] = (0.2, 0.2),
     beta: float = 0.0,
 ) -> Float[Array, "batch seq"]:
@@ -178,8 +204,11 @@ def policy_loss(
       log_probs: Log-probability of each token.
       old_log_probs: Log-probability by the policy that wrote the answers; in the first
         update after it wrote them, `jax.lax.stop_gradient(log_probs)`.
-      advantages: Advantage of each answer, from `group_advantages`.
+      advantages: Advantage of each answer, from `group_advantages`, or of each token.
       reference_log_probs: Log-probability by the reference model; None without `beta`.
+      mask: Whether a token belongs to an answer: the loss of others is 0 and has no
+        gradient, whatever their values. None if all of them do; a token that is masked
+        in the loss alone gives NaN gradients where its ratio overflows.
       clip: How far below and above 1 the ratio of probabilities counts.
       beta: Weight of the divergence from the reference model.
 
@@ -187,7 +216,8 @@ def policy_loss(
       Loss of each token; those outside of the answers are to be masked.
 
     Raises:
-      ValueError: If one of `beta` and `reference_log_probs` is given without the other.
+      ValueError: If one of `beta` and `reference_log_probs` is given without the other,
+        `beta` or a bound of `clip` is negative or no number, or the shapes differ.
 
     Examples:
       >>> log_probs = jnp.log(jnp.full((1, 2), 0.5))
@@ -197,16 +227,62 @@ def policy_loss(
     Source: Shao et al. 2024 (arXiv 2402.03300), equations 3 and 4; two bounds of the
     clip: Yu et al. 2025 (arXiv 2503.14476).
     """
-    if (beta > 0) != (reference_log_probs is not None):
-        raise ValueError(
-            f"policy_loss: beta={beta} weighs the divergence from the reference model: "
-            "give a positive beta and reference_log_probs, or neither."
-        )
-    ratio = jnp.exp(log_probs - old_log_probs)
+    _check_policy(clip, beta, reference_log_probs is not None)
+    shape, gains = jnp.shape(log_probs), jnp.asarray(advantages)
+    if len(shape) > 1 and gains.shape == shape[:1]:
+        gains = jnp.broadcast_to(gains[:, None], shape)
+    optional = {"reference_log_probs": reference_log_probs, "mask": mask}
+    _check_shapes(
+        "policy_loss",
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        advantages=gains,
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+    ratio = jnp.exp(_within(mask, log_probs - old_log_probs))
     low, high = 1 - clip[0], 1 + clip[1]
-    gains = advantages[:, None]
     loss = -jnp.minimum(ratio * gains, jnp.clip(ratio, low, high) * gains)
     if reference_log_probs is not None:
-        log_ratio = reference_log_probs - log_probs
+        log_ratio = _within(mask, reference_log_probs - log_probs)
         loss += beta * (jnp.exp(log_ratio) - log_ratio - 1)
-    return loss
+    return _within(mask, loss)
+
+
+def _within(
+    mask: Bool[Array, "batch seq"] | None, values: Float[Array, "batch seq"]
+) -> Float[Array, "batch seq"]:
+    """Returns the values, with 0 outside of the mask, and no gradient there."""
+    return values if mask is None else jnp.where(mask, values, 0)
+
+
+def _check_policy(clip: Any, beta: float, has_reference: bool) -> None:
+    """Raises a `ValueError` unless the options of `policy_loss` make sense."""
+    bounds = clip if isinstance(clip, (tuple, list)) else ()
+    wrong = []
+    if len(bounds) != 2 or not all(0 <= bound < math.inf for bound in bounds):
+        wrong.append(
+            f"clip={clip} must be two numbers of at least 0, how far below and above 1 "
+            "the ratio counts, such as (0.2, 0.2)"
+        )
+    elif bounds[0] > 1:
+        wrong.append(f"clip={clip}: a ratio is at least 0, which is 1 below 1")
+    if not 0 <= beta < math.inf:
+        wrong.append(f"beta={beta} must be a number of at least 0")
+    elif (beta > 0) != has_reference:
+        wrong.append(
+            f"beta={beta} weighs the divergence from the reference model: give a "
+            "positive beta and reference_log_probs, or neither"
+        )
+    if wrong:
+        raise ValueError(f"policy_loss: {'; '.join(wrong)}.")
+
+
+def _check_shapes(owner: str, **arrays: Any) -> None:
+    """Raises a `ValueError` unless all have one shape: smaller ones would repeat."""
+    shapes = {name: jnp.shape(array) for name, array in arrays.items()}
+    if len(set(shapes.values())) > 1:
+        said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{owner}: {said} must have one shape. Drop a dim of size 1 with "
+            "`x.squeeze(-1)`, and give each answer its own row."
+        )

@@ -306,6 +306,29 @@ def test_what_a_file_cannot_hold_is_named_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "column, dtype",
+    [
+        (np.array(["x", "yy"]), "<U2"),
+        (np.array([b"x"]), "S1"),
+        (np.array([None, {}], object), "object"),
+        (jax.random.split(jax.random.key(0), 2), "key<fry>"),
+        (np.zeros(2, [("a", "i4")]), "[('a', '<i4')]"),
+    ],
+)
+def test_arrays_that_are_no_numbers_are_refused_by_name(tmp_path, column, dtype):
+    with pytest.raises(ValueError, match=facts("column", dtype, "objects")):
+        fsdp.rl.save_batch(tmp_path / "batch.npz", Batch({"column": column}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_in_another_order_of_bytes_are_kept(tmp_path):
+    fsdp.rl.save_batch(tmp_path / "b.npz", Batch({"x": np.array([1.5, 2], ">f4")}))
+    np.testing.assert_array_equal(
+        fsdp.rl.load_batch(tmp_path / "b.npz").arrays["x"], [1.5, 2]
+    )
+
+
 def test_a_pickle_is_not_run(tmp_path):
     class Evil:
         def __reduce__(self):

@@ -16,13 +16,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited, first_value
+from helpers.damage import (
+    ORBAX_FAILS_NOISILY,
+    file_size_limited,
+    files_of,
+    first_value,
+)
 from helpers.errors import facts
+from helpers.saving_worker import state_at
 from safetensors.numpy import load_file
 
 import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
-from fsdp_jax.cli import main
+from fsdp_jax.checkpoint._steps import newest_good
+from fsdp_jax.cli import _run_marker, main
 from fsdp_jax.cli._metrics import metrics_lines
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +173,43 @@ def test_a_damaged_newest_step_is_set_aside_and_made_again(
     steps = {path.name for path in run.iterdir() if path.is_dir()}
     assert steps == {"1", "2", "3", "3.damaged", "4"}
     assert fsdp.checkpoint.verify(run, step=3) and fsdp.checkpoint.verify(run, step=4)
+
+
+@pytest.fixture
+def run_of_two(tmp_path) -> Path:
+    fsdp.save(tmp_path / "run", state_at(1))
+    fsdp.save(tmp_path / "run", state_at(2))
+    return tmp_path / "run"
+
+
+def spoil(folder: Path) -> None:
+    file = max(files_of(folder / "state"), key=lambda file: file.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_a_step_that_is_committed_while_others_are_checked_stays(
+    run_of_two, monkeypatch
+):
+    def meanwhile(path, available):
+        found = newest_good(path, available)
+        fsdp.save(path, state_at(3))
+        return found
+
+    monkeypatch.setattr(_run_marker, "newest_good", meanwhile)
+    assert _run_marker.newest_good_step(run_of_two) == 2
+    assert {"1", "2", "3"} <= {path.name for path in run_of_two.iterdir()}
+
+
+def test_no_damaged_step_is_renamed_under_another_writer(run_of_two):
+    spoil(run_of_two / "2")
+    with fsdp.Checkpointer(run_of_two):
+        with pytest.warns(UserWarning, match=facts("Step 2")):
+            with pytest.raises(ValueError, match=facts(f"process {os.getpid()}")):
+                _run_marker.newest_good_step(run_of_two)
+    assert (run_of_two / "2").is_dir()
+    with pytest.warns(UserWarning, match=facts("Step 2")):
+        assert _run_marker.newest_good_step(run_of_two) == 1
+    assert (run_of_two / "2.damaged").is_dir()
 
 
 def test_an_interrupted_run_says_which_step_is_saved(

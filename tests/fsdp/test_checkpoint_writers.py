@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.damage import file_size_limited
 from helpers.errors import facts
 from helpers.saving_worker import check, like, state_at
 
@@ -43,6 +45,12 @@ def test_a_lease_goes_with_a_checkpointer_that_failed_or_was_dropped(tmp_path):
         )
         fsdp.Checkpointer(tmp_path, local=options)
     fsdp.save(tmp_path, state_at(1))
+
+
+def test_a_lease_that_a_full_disk_has_no_room_for_is_not_left_behind(tmp_path):
+    with file_size_limited(1), pytest.raises(OSError, match=facts(errno.EFBIG)):
+        Lease(tmp_path)
+    assert not (tmp_path / NAME).exists()
 
 
 def test_the_lease_of_a_process_that_was_killed_is_taken_at_once(tmp_path):

@@ -194,6 +194,16 @@ def test_a_save_that_fails_for_want_of_room_spoils_neither_the_last_nor_the_next
     )
 
 
+def test_a_save_by_hand_without_room_is_an_error_of_the_system(tmp_path):
+    fsdp.save(tmp_path, state_at(1))
+    with pytest.raises(OSError, match=facts(str(tmp_path), f"'{errno.EFBIG}'")):
+        with file_size_limited(100_000):
+            fsdp.save(tmp_path, state_at(2))
+    assert check(fsdp.load(tmp_path, like())) == 1
+    fsdp.save(tmp_path, state_at(2))
+    assert check(fsdp.load(tmp_path, like())) == 2
+
+
 def test_a_save_that_failed_unnoticed_is_logged_and_the_next_one_is_made(
     tmp_path, caplog
 ):

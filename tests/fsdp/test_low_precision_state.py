@@ -436,6 +436,24 @@ def test_fields_of_the_state_are_told_from_parameters_of_their_names():
 # Moments in narrow floats
 
 
+@pytest.mark.parametrize("moments", ["mu", "nu", "mu nu"])
+@pytest.mark.parametrize("dtype", [FP16, BF16, E4M3, E5M2])
+def test_updates_by_narrow_moments_are_adams(dtype, moments):
+    tx = fsdp.optim.precision_aware(
+        optax.scale_by_adam(), dict.fromkeys(moments.split(), dtype)
+    )
+    exact, params = optax.scale_by_adam(), {"w": jnp.ones((4, 8))}
+    state, want_state = tx.init(params), exact.init(params)
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        grads = {"w": jnp.asarray(random.uniform(0.5, 1, (4, 8)), FP32)}
+        found, state = jax.jit(tx.update)(grads, state, params)
+        want, want_state = exact.update(grads, want_state, params)
+        # Each of two moments is off by half a step at each of the steps before.
+        rtol = 2 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(found["w"], want["w"], rtol=rtol)
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16, E4M3, E5M2])
 def test_a_narrow_moment_is_the_nearest_float_and_no_second_moment_becomes_zero(dtype):
     tx = fsdp.optim.precision_aware(
@@ -449,17 +467,18 @@ def test_a_narrow_moment_is_the_nearest_float_and_no_second_moment_becomes_zero(
     exact = optax.scale_by_adam()
     _, want = exact.update(grads, exact.init(params))
     info = jnp.finfo(dtype)
+    largest = 1.0 if dtype == BF16 else float(info.max)
     for field in ("mu", "nu"):
         codes = getattr(state.codes, field)["w"]
         assert codes.dtype == dtype and codes.shape == (64, 512)
         scales = np.asarray(getattr(state.scales, field)["w"], np.float64)
         assert scales.shape == (64, 4)
-        held = np.asarray(codes, np.float64) / float(info.max)
+        held = np.asarray(codes, np.float64) / largest
         exactly = np.asarray(getattr(want, field)["w"], np.float64)
         unit = (exactly.reshape(64, 4, 128) / scales[..., None]).reshape(64, 512)
         # Half a step of a normal number, or of the least one. A second moment below
         # the least number becomes it: a step of it at most.
-        least = float(info.smallest_subnormal) / float(info.max)
+        least = float(info.smallest_subnormal) / largest
         steps = 1.0 if field == "nu" else 0.5
         bound = np.maximum(np.abs(unit) * float(info.eps) * 0.51, steps * least * 1.01)
         assert (np.abs(held - unit) <= bound).all()

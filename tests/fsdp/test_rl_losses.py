@@ -105,3 +105,77 @@ def test_a_divergence_needs_its_reference():
         fsdp.rl.policy_loss(x, x, jnp.zeros(1), beta=0.1)
     with pytest.raises(ValueError, match=facts("beta=0.0", "reference_log_probs")):
         fsdp.rl.policy_loss(x, x, jnp.zeros(1), x)
+
+
+def test_advantages_of_tokens_weigh_each_token():
+    log_probs, old, advantages = jnp.float32(RNG.normal(-2, 0.5, (3, 2, 5)))
+    found = fsdp.rl.policy_loss(log_probs, old, advantages)
+    each = [
+        fsdp.rl.policy_loss(log_probs[:, i : i + 1], old[:, i : i + 1], column)
+        for i, column in enumerate(advantages.T)
+    ]
+    np.testing.assert_array_equal(found, jnp.concatenate(each, axis=1))
+
+
+@pytest.mark.parametrize("padding", [-np.inf, -1000.0, np.nan])
+def test_what_is_masked_gives_neither_loss_nor_gradient(padding):
+    log_probs = jnp.full((1, 3), -1.0)
+    old = log_probs.at[0, 0].set(padding)
+    reference = log_probs.at[0, 0].set(-padding)
+    mask = jnp.array([[False, True, True]])
+
+    def loss(log_probs, **masks):
+        losses = fsdp.rl.policy_loss(
+            log_probs, old, jnp.ones(1), reference, beta=0.1, **masks
+        )
+        return fsdp.ops.masked_mean(losses, mask)
+
+    assert loss(log_probs, mask=mask) == -1
+    grads = jax.grad(loss)(log_probs, mask=mask)
+    np.testing.assert_array_equal(grads, [[0, -0.5, -0.5]])
+    assert not np.isfinite(jax.grad(loss)(log_probs)).all()  # the reason for `mask`
+
+
+PAIRS, ROWS = jnp.zeros(3), jnp.zeros((2, 3))
+MISFITS = {
+    "dpo_loss": lambda: fsdp.rl.dpo_loss(PAIRS, PAIRS, PAIRS[:, None], PAIRS),
+    "reward_loss": lambda: fsdp.rl.reward_loss(PAIRS[:, None], PAIRS),
+    "reward_loss of one": lambda: fsdp.rl.reward_loss(PAIRS, PAIRS, PAIRS[:1]),
+    "sequence_log_probs": lambda: fsdp.rl.sequence_log_probs(ROWS, ROWS[:1] > 0),
+    "policy_loss": lambda: fsdp.rl.policy_loss(ROWS, ROWS, ROWS[:, :1]),
+    "policy_loss of old": lambda: fsdp.rl.policy_loss(ROWS, ROWS[:1], ROWS[:, 0]),
+    "policy_loss of a mask": lambda: fsdp.rl.policy_loss(
+        ROWS, ROWS, ROWS[:, 0], mask=ROWS[:, :1] > 0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_shapes_that_numpy_would_repeat_are_refused(name):
+    shapes = {"dpo": "(3, 1)", "rew": "(3,)", "seq": "(1, 3)", "pol": "(2, 3)"}
+    with pytest.raises(ValueError, match=facts(name.split()[0], shapes[name[:3]])):
+        MISFITS[name]()
+
+
+def test_rewards_are_a_number_for_each_answer():
+    found = fsdp.rl.group_advantages([1.0, 3.0], 2, scale=False)  # pyright: ignore
+    np.testing.assert_array_equal(found, [-1, 1])
+    with pytest.raises(ValueError, match=facts("group_advantages", "(2, 2)")):
+        fsdp.rl.group_advantages(jnp.zeros((2, 2)), 2)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"clip": 0.2}, "clip=0.2"),
+        ({"clip": (0.2,)}, "clip=(0.2,)"),
+        ({"clip": (1.2, 0.2)}, "clip=(1.2, 0.2)"),
+        ({"clip": (0.2, -0.1)}, "-0.1"),
+        ({"clip": (np.nan, 0.2)}, "nan"),
+        ({"beta": -0.1}, "beta=-0.1"),
+        ({"beta": np.nan}, "beta=nan"),
+    ],
+)
+def test_options_that_make_no_policy_loss_are_refused(options, named):
+    with pytest.raises(ValueError, match=facts("policy_loss", named)):
+        fsdp.rl.policy_loss(ROWS, ROWS, ROWS[:, 0], **options)
