@@ -67,7 +67,7 @@ def _first_line(file: str) -> str:
 
 
 def _file_of(family: Family) -> str:
-    return family.model_type.removesuffix("_text")
+    return family.model_type.removesuffix("_text").replace("-", "_")
 
 
 def _over_cp(family: Family) -> str:

@@ -82,6 +82,7 @@ from bridge.families import (
     nanochat,
     nemotron,
     nemotron_h,
+    nemotron_nas,
     olmo,
     olmo2,
     olmo3,
@@ -126,7 +127,7 @@ _MODULES = (
     *(ministral, helium, cwm, vaultgemma, youtu, exaone, hyperclovax, iquestcoder),
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
-    *(codegen, dbrx, flint, kolibri1, deepseek, lfm3),
+    *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
 )
 
 

@@ -132,7 +132,7 @@ def mlp(
     config: DecoderConfig, at: str = "mlp.", to: str = "mlp.", width: str = "mlp"
 ) -> Rules:
     """Gate, if there is one, up and down apart, with the biases that the config has."""
-    biased = config.mlp_bias and width == "mlp"
+    biased = config.mlp_bias and width.startswith("mlp")
     inside, back = f"{width} -> {width}", "embed -> embed"
     rules = ()
     for name in ("gate_proj", "up_proj")[not config.gated_mlp :]:

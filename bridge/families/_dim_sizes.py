@@ -1,6 +1,6 @@
 """Sizes of the dims that rules name, by a model's config."""
 
-from bridge.models import DecoderConfig
+from bridge.models import DecoderConfig, LayerKind
 
 Sizes = dict[str, int | range]
 """Name of a dim -> its size; of one that counts the layers of a stack, the layers."""
@@ -35,7 +35,14 @@ def sizes_of(config: DecoderConfig) -> Sizes:
     sizes |= _expert_sizes(config) | _stream_sizes(config)
     for number, stack in enumerate(config.layer_stacks):
         sizes[capture(number)] = stack.layers
+        if (width := stack.kind.mlp_size) is not None:
+            sizes[mlp_dim(stack.kind)] = width
     return sizes
+
+
+def mlp_dim(kind: LayerKind) -> str:
+    """Name of the dim inside the dense MLPs of layers of a kind."""
+    return "mlp" if kind.mlp_size is None else f"mlp_{kind.mlp_size}"
 
 
 def capture(number: int) -> str:

@@ -121,6 +121,8 @@ class DecoderConfig(DecoderFields):
       moe: Config of the experts; None if all layers are dense.
       dense_layers: Indices of layers that are dense although `moe` is set.
       mixer_only_layers: Indices of layers without MLP or experts.
+      mlp_sizes: Indices of layers whose dense MLP is not `intermediate_size` wide, each
+        with its width.
       tie_word_embeddings: Whether the embedding is also the output projection.
       head_bias: Whether the output projection has a bias.
       initializer_range: Standard deviation of the initial weights.
@@ -181,6 +183,7 @@ class DecoderConfig(DecoderFields):
         own = self.full_attention is not None
         sharing = self.kv_sharing
         first_reusing = len(layers) - (sharing.num_layers if sharing else 0)
+        widths = dict(self.mlp_sizes)
         return tuple(
             LayerKind(
                 _MIXERS.get(types[i], "attention"),
@@ -189,6 +192,7 @@ class DecoderConfig(DecoderFields):
                 own and types[i] == "full_attention",
                 i >= first_reusing,
                 i in self.cut_gate_layers,
+                widths.get(i),
             )
             for i in layers
         )
@@ -201,7 +205,7 @@ class DecoderConfig(DecoderFields):
         """
         if kind.reuses and self.kv_sharing is not None:
             return self.kv_sharing.intermediate_size
-        return self.intermediate_size
+        return kind.mlp_size or self.intermediate_size
 
     def of_kind(self, kind: LayerKind) -> "DecoderConfig":
         """Returns the config with the sizes that attention has in layers of a kind.

@@ -185,6 +185,7 @@ def _inconsistent_layers(config: DecoderFields) -> list[str]:
     for name in (*listed, "cut_gate_layers"):
         if outside := [i for i in getattr(config, name) if not 0 <= i < layers]:
             wrong.append(f"{name} {outside} are none of the {layers} layers")
+    wrong += _inconsistent_widths(config)
     if types is not None and not wrong:
         empty = [i for i in config.mixer_only_layers if types[i] == "none"]
         wrong += [f"layer {i} has neither mixer nor MLP" for i in empty]
@@ -193,4 +194,19 @@ def _inconsistent_layers(config: DecoderFields) -> list[str]:
             wrong.append("layers without mixer or MLP: norm_placement is 'pre'")
     if config.rope is None and (config.sliding_rope or config.no_rope_layers):
         wrong.append("sliding_rope and no_rope_layers need a rope")
+    return wrong
+
+
+def _inconsistent_widths(config: DecoderFields) -> list[str]:
+    given = [layer for layer, _ in config.mlp_sizes]
+    dense = set(range(config.num_hidden_layers) if config.moe is None else ())
+    dense = (dense | set(config.dense_layers)) - set(config.mixer_only_layers)
+    wrong = [
+        f"mlp_sizes give layer {layer} a width of {width}: one of at least 1, once, "
+        "for layers with a dense MLP"
+        for layer, width in config.mlp_sizes
+        if layer not in dense or width < 1 or given.count(layer) > 1
+    ]
+    if given and config.kv_sharing is not None:
+        wrong.append("mlp_sizes: not beside kv_sharing, which has a width of its own")
     return wrong

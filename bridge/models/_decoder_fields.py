@@ -108,6 +108,7 @@ class DecoderFields:
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()
     mixer_only_layers: tuple[int, ...] = ()
+    mlp_sizes: tuple[tuple[int, int], ...] = ()
     tie_word_embeddings: bool = False
     head_bias: bool = False
     initializer_range: float = 0.02

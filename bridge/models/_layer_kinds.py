@@ -28,6 +28,7 @@ class LayerKind:
       is_full: Whether its attention has the sizes of `full_attention` of the config.
       reuses: Whether it attends to keys and values of an earlier layer.
       cuts_gate: Whether its MLP keeps only the largest values of the gate.
+      mlp_size: Width inside its MLP; None for that of the config.
     """
 
     mixer: Mixer | None = "attention"
@@ -36,6 +37,7 @@ class LayerKind:
     is_full: bool = False
     reuses: bool = False
     cuts_gate: bool = False
+    mlp_size: int | None = None
 
     @property
     def attends(self) -> bool:

@@ -131,6 +131,7 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["hidden_size"] = config.hidden_size
     if any(kind.channels == "dense" for kind in config.layer_kinds):
         sizes["intermediate_size"] = config.intermediate_size
+        sizes |= {f"mlp_sizes of layer {i}": size for i, size in config.mlp_sizes}
         if (sharing := config.kv_sharing) is not None:
             sizes["kv_sharing.intermediate_size"] = sharing.intermediate_size
     if (moe := config.moe) is not None:

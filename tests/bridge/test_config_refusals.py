@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers.errors import facts
-from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields
+from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields, searched_layer
 
 import bridge
 
@@ -96,6 +98,12 @@ _PHI_YARN = {"rope_parameters": YARN_ROPE, "original_max_position_embeddings": 3
 _TYPE = {"type": "linear", "factor": 2.0}
 
 
+def _blocks(first: Any) -> dict[str, Any]:
+    """Layers of which the first is another one."""
+    others = VARIANTS["nemotron-nas"]["block_configs"][1:]
+    return {"block_configs": [first, *others]}
+
+
 @pytest.mark.parametrize(
     "variant, changes, match",
     [
@@ -124,6 +132,28 @@ _TYPE = {"type": "linear", "factor": 2.0}
             "truncate + False",
         ),
         ("phi3", _PHI_YARN, "yarn + longrope"),
+        ("nemotron-nas", {"block_configs": None}, "block_configs + 5"),
+        ("nemotron-nas", {"num_hidden_layers": 4}, "block_configs + 4"),
+        (
+            "nemotron-nas",
+            _blocks(searched_layer(1, 8.0)),
+            "block_configs + n_heads_in_group + [1, 2]",
+        ),
+        (
+            "nemotron-nas",
+            _blocks(searched_layer(None, None)),
+            "layer 0",
+        ),
+        (
+            "nemotron-nas",
+            _blocks({"attention": {"replace_with_linear": True}, "ffn": 3}),
+            "block_configs[0].attention.replace_with_linear + [0].ffn + 3",
+        ),
+        (
+            "nemotron-nas",
+            _blocks(searched_layer(2, -1.0)),
+            "block_configs[0].ffn.ffn_mult + -1.0",
+        ),
     ],
 )
 def test_a_value_that_is_read_otherwise_is_refused_by_name(variant, changes, match):

@@ -56,6 +56,17 @@ LATENT = {
     # Not what the latent vectors are normed with.
     "rms_norm_eps": 1e-3,
 }
+
+
+def searched_layer(heads_in_group: int | None, multiple: float | None) -> dict:
+    """A layer of `nemotron-nas`, without attention or MLP where there is None."""
+    attention = {"n_heads_in_group": heads_in_group, "no_op": heads_in_group is None}
+    return {
+        "attention": attention,
+        "ffn": {"ffn_mult": multiple, "no_op": multiple is None},
+    }
+
+
 OF_YOUTU = (
     *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "rope_parameters", "rms_norm_eps"),
@@ -129,6 +140,7 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
         "num_key_value_heads": None,
     },
     "kolibri1": {"intermediate_size": None},
+    "nemotron-nas": {"intermediate_size": None, "num_key_value_heads": None},
     "gpt_bigcode": GPT2_NAMES,
     "gpt_neox": {"num_key_value_heads": None},
     "bloom": {
@@ -883,6 +895,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "head_dim": 16,
         **ALTERNATING,
+    },
+    "nemotron-nas": {
+        "model_type": "nemotron-nas",
+        "num_hidden_layers": 5,
+        "block_configs": [
+            searched_layer(2, 8.0),
+            searched_layer(None, 16.0),
+            searched_layer(2, None),
+            searched_layer(2, 8.0),
+            searched_layer(2, 16.0),
+        ],
+        "attention_bias": True,
+        "mlp_bias": True,
     },
     "lfm2-biased": {
         "model_type": "lfm2",

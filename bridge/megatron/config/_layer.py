@@ -58,6 +58,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "norm_scale": (True, "its norms have a scale"),
     "qk_norm_after_rope": (False, "it norms heads before the rope"),
     "head_bias": (False, "its output layer has no bias"),
+    "mlp_sizes": ((), "all its MLPs have one width"),
     "position_offset": (0, "its positions begin at row 0"),
     "sliding_rope": (None, "all its layers have one rope"),
 }
