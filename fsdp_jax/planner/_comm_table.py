@@ -108,6 +108,13 @@ def _unit(collective: Collective, plan: Plan) -> str:
     return " + ".join(units) or "-"
 
 
+def _shown(unit: str) -> str:
+    """Shortens the units of a small collective that all layers share."""
+    units = unit.split(" + ")
+    others = len(units) - 2
+    return unit if others < 2 else f"{units[0]} + {units[1]} + {others} others"
+
+
 def sent_grid(rows: Sequence[SentRow], *, timed: bool = True) -> Grid:
     """Returns the rows as a table.
 
@@ -130,7 +137,7 @@ def sent_grid(rows: Sequence[SentRow], *, timed: bool = True) -> Grid:
         (
             row.op,
             row.direction,
-            row.unit,
+            _shown(row.unit),
             row.dtype,
             " x ".join(row.axes) or "?",
             format_bytes(row.bytes),

@@ -17,6 +17,7 @@ from helpers.errors import facts
 from helpers.llama import Llama, tokens
 
 import fsdp_jax as fsdp
+from fsdp_jax.planner._comm_table import SentRow, sent_grid
 from fsdp_jax.planner._compile import compile_scheduled
 from fsdp_jax.planner._gpu import GPUS
 
@@ -261,3 +262,17 @@ def test_an_optimizer_that_is_made_for_a_plan_is_made_for_that_of_the_gpus():
         ValueError, match=facts("1 devices", "8 GPUs", "layer_wise(plan")
     ):
         fsdp.estimate_step(plan, given[0], layer_wise(plan), given[2], gpus=8)
+
+
+def test_units_that_share_a_collective_fit_into_a_row_of_the_table():
+    names = [f"layers.{number}" for number in range(80)]
+    rows = [
+        SentRow("all-gather", "forward", " + ".join(units), "f32", ("dp",), 8, 1, 0, 0)
+        for units in (names[:1], names[:3], names)
+    ]
+    shown = [row[2] for row in sent_grid(rows).rows]
+    assert shown == [
+        "layers.0",
+        "layers.0 + layers.1 + layers.2",
+        "layers.0 + layers.1 + 78 others",
+    ]
