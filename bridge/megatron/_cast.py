@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from bridge._cast import check_range
 from bridge.formats._source import Source
 from bridge.megatron.buffers._param_order import is_parameter
 
@@ -41,4 +42,6 @@ class Cast:
 
     def read(self, key: str, slices: tuple[slice, ...] = ()) -> np.ndarray:
         """Reads a tensor, or a box of it, and converts it."""
-        return self.source.read(key, slices).astype(self.dtype(key), copy=False)
+        array = self.source.read(key, slices)
+        check_range(array, self.dtype(key), key)
+        return array.astype(self.dtype(key), copy=False)

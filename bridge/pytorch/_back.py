@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from bridge._box import as_index
+from bridge._cast import check_range
 from bridge.formats._source import Source
 from bridge.rules._mapping import Mapping as WeightMapping
 
@@ -38,5 +39,7 @@ def follow_back(
         arrays[key] = np.empty(parts[0].source_shape, dtype)
         for piece in parts:
             section = leaves[piece.destination][as_index(piece.destination_box)]
-            arrays[key][as_index(piece.source_box)] = piece.to_source(section)
+            values = np.asarray(piece.to_source(section))
+            check_range(values, arrays[key].dtype, key)
+            arrays[key][as_index(piece.source_box)] = values
     return arrays

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge._box import Box, Range, absolute, complete, shape_of
+from bridge._cast import check_range
 from bridge.formats._source import Source, read_into
 from bridge.rules._layout import Layout
 from bridge.rules._piece import Piece
@@ -89,7 +90,7 @@ def fill_together(
     array = _zeros(leaf.shape, leaf.dtype, leaf.sharding)()
     for piece in pieces:
         with agreeing():
-            section = _read_rows(pool, source, piece, leaf.sharding)
+            section = _read_rows(pool, source, piece, leaf)
         jax.block_until_ready(array)  # bounds memory to two sections
         place = _place(piece.layout, tuple(sorted(piece.sizes.items())), leaf.sharding)
         starts = [r.start for r in piece.destination_box]
@@ -99,10 +100,11 @@ def fill_together(
 
 
 def _read_rows(
-    pool: Executor, source: Source, piece: Piece, sharding: NamedSharding
+    pool: Executor, source: Source, piece: Piece, leaf: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Returns a section in the file's layout, its rows sharded over all devices."""
-    mesh = sharding.mesh
+    assert isinstance(leaf.sharding, NamedSharding)
+    mesh = leaf.sharding.mesh
     shape = shape_of(piece.source_box) or (1,)
     # Rows are padded to a multiple of the mesh size; `_place` removes the padding.
     padded = (-(-shape[0] // mesh.size) * mesh.size, *shape[1:])
@@ -111,7 +113,14 @@ def _read_rows(
     abstract = jax.ShapeDtypeStruct(padded, dtype, sharding=by_rows)
     shards = empty_shards(abstract)
     futures = [
-        pool.submit(_read, source, piece, part, shard[part[0].start - box[0].start :])
+        pool.submit(
+            _read,
+            source,
+            piece,
+            part,
+            shard[part[0].start - box[0].start :],
+            leaf.dtype,
+        )
         for box, shard in each(shards)
         for part in _parts(box, shape, dtype.itemsize)
     ]
@@ -129,10 +138,13 @@ def _parts(box: Box, shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
         yield (Range(start, min(start + step, stop)), *box[1:])
 
 
-def _read(source: Source, piece: Piece, part: Box, out: np.ndarray) -> None:
+def _read(
+    source: Source, piece: Piece, part: Box, out: np.ndarray, dtype: np.dtype
+) -> None:
     box = absolute(part[: len(piece.source_box)], piece.source_box)
     rows = out[: part[0].stop - part[0].start]
     read_into(source, piece.source, box, rows.reshape(shape_of(box)), ahead=False)
+    check_range(rows, dtype, piece.source)  # the devices cast
 
 
 @functools.lru_cache(maxsize=256)

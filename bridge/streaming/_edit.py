@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge._cast import check_range
 from bridge._local_path import check_local
 from bridge._new_directory import new_directory
 from bridge.formats._edits import Edits
@@ -66,7 +67,9 @@ def edit_safetensors(
             with (directory / file).open("wb") as stream:
                 stream.write(encode_header(ordered))
                 for new, (_, dtype) in ordered.items():
-                    array = source.read(olds[new]).astype(dtype, copy=False)
+                    array = source.read(olds[new])
+                    check_range(array, dtype, olds[new])
+                    array = array.astype(dtype, copy=False)
                     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
                     stream.write(data)
                     done += len(data)

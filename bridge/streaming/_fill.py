@@ -6,6 +6,7 @@ from concurrent.futures import Executor, Future
 import numpy as np
 
 from bridge._box import Box, shape_of, take
+from bridge._cast import cast
 from bridge._reorder import Scratch, copy
 from bridge.formats._source import Source, read_into
 from bridge.rules._piece import Piece
@@ -58,7 +59,7 @@ def start_tensor(
     """
     section = Section.of(piece)
     return [
-        pool.submit(_fill_tensor, section, band, here, tensor)
+        pool.submit(_fill_tensor, section, band, here, tensor, piece.source)
         for band in section.bands(tensor.dtype.itemsize)
     ]
 
@@ -78,7 +79,7 @@ def _fill(
         rows = None if in_order or len(shape) < 2 else len(shape) - 2
         taken = _READ.take(shape, source.dtype(key), spread=rows if same else None)
         read_into(source, key, read.box, taken.array, ahead=ahead, runs=taken.runs)
-        values = taken.array if same else _laid_out(taken.array, to, rows)
+        values = taken.array if same else _laid_out(taken.array, to, rows, key)
         for part in read.parts:
             view = part.move.view(take(values, part.cut))
             copy(take(here[part.stack], part.where).reshape(view.shape), view)
@@ -94,24 +95,28 @@ def _in_place(read: Read, here: Shards) -> np.ndarray | None:
     return there.reshape(shape) if fits else None
 
 
-def _fill_tensor(section: Section, band: Box, here: Shards, tensor: np.ndarray) -> None:
+def _fill_tensor(
+    section: Section, band: Box, here: Shards, tensor: np.ndarray, key: str
+) -> None:
     for read in reads(section, tuple(here), band):
         for part in read.parts:
             view = part.move.view(take(take(tensor, read.box), part.cut))
             values = take(here[part.stack], part.where).reshape(view.shape)
             if not part.move.keeps_rows:
                 innermost = part.move.order.index(len(part.move.order) - 1)
-                values = _laid_out(values, tensor.dtype, innermost)
+                values = _laid_out(values, tensor.dtype, innermost, key)
             elif values.dtype != tensor.dtype:
-                values = _laid_out(values, tensor.dtype, None)
+                values = _laid_out(values, tensor.dtype, None, key)
             copy(view, values)
 
 
-def _laid_out(array: np.ndarray, dtype: np.dtype, spread: int | None) -> np.ndarray:
+def _laid_out(
+    array: np.ndarray, dtype: np.dtype, spread: int | None, key: str
+) -> np.ndarray:
     """Casts to scratch memory, with a padded stride along `spread` if given."""
     found = _LAID_OUT.take(array.shape, dtype, spread=spread).array
     if array.dtype == dtype:
         copy(found, array)
     else:
-        np.copyto(found, array, casting="unsafe")
+        cast(found, array, key)
     return found

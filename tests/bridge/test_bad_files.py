@@ -52,7 +52,7 @@ NO_SAFETENSORS = {
     "a list": (header(b"[]"), ["b'['"]),
     "a git-lfs pointer": (LFS_POINTER, ["`git lfs pull`"]),
     "a pickle that runs code": (pickle.dumps(Canary()), ["pickle", "1.6"]),
-    "a torch zip that runs code": (torch_zip(), ["zip", "bridge.from_torch"]),
+    "a torch zip that runs code": (torch_zip(), ["zip", ".pt"]),
     "a GGUF file": (b"GGUF\3\0\0\0" + bytes(32), ["GGUF"]),
     "an HDF5 file": (b"\x89HDF\r\n\x1a\n" + bytes(32), ["HDF5"]),
     "a web page": (b"<!DOCTYPE html><title>Sign in</title>", ["web"]),
