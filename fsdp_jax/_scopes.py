@@ -7,6 +7,7 @@ this module alone, so that a rename cannot make a reader find nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -65,6 +66,26 @@ SEQUENCE_PARALLEL = "sequence_parallel"
 
 EXPERT_DISPATCH = "expert_dispatch"
 """Scope of the tokens that are sent to experts of other ranks, and of their results."""
+
+_ROWS = "rows_of_experts"
+# `bridge.models`, which cannot import this, has the same name.
+
+
+def rows_of_experts(chosen: int, padded: int) -> str:
+    """Scope of products of experts, some rows of which are padding.
+
+    Args:
+      chosen: Number of rows that tokens chose.
+      padded: Number of rows of the products.
+    """
+    return f"{_ROWS}_{min(chosen, padded)}_of_{padded}"
+
+
+def part_of_rows(scopes: str) -> float:
+    """Returns the part of an operation's rows that is not padding, by its scopes."""
+    found = re.findall(rf"{_ROWS}_(\d+)_of_(\d+)", scopes)
+    return math.prod(int(chosen) / int(padded) for chosen, padded in found)
+
 
 CONTEXT_PARALLEL = (
     RING_ATTENTION,

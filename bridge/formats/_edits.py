@@ -62,12 +62,20 @@ class Edits:
                 if not fnmatch.filter(names, pattern)
             ]
         }
+        malformed = wrong.setdefault("malformed expressions", [])
         for pattern, replacement in self.rename:
-            if not any(re.search(pattern, name) for name in renamed.values()):
+            try:
+                edited = {
+                    old: re.sub(pattern, replacement, name)
+                    for old, name in renamed.items()
+                }
+                found = any(re.search(pattern, name) for name in renamed.values())
+            except re.error as error:
+                malformed.append(f"{pattern!r} by {replacement!r}: {error}")
+                continue
+            if not found:
                 wrong["patterns that match nothing"].append(pattern)
-            renamed = {
-                old: re.sub(pattern, replacement, name) for old, name in renamed.items()
-            }
+            renamed = edited
         twice = [n for n, count in Counter(renamed.values()).items() if count > 1]
         wrong["names of several entries"] = twice
         kept = {name: dtype for name, dtype in dtypes.items() if name in renamed}

@@ -28,6 +28,8 @@ class LazyTensor:
       dtype: Dtype of the tensor.
       offset: Position of the first element, in elements of the storage.
       strides: Stride of each dim, in elements.
+      is_conjugate: Whether the elements are the conjugates of the stored ones.
+      is_negative: Whether they are the negatives.
     """
 
     archive: StoredZip
@@ -36,6 +38,8 @@ class LazyTensor:
     dtype: np.dtype
     offset: int
     strides: tuple[int, ...]
+    is_conjugate: bool = False
+    is_negative: bool = False
 
     def read(self, slices: tuple[slice, ...] = ()) -> np.ndarray:
         """Reads the tensor, or the region selected by `slices`.
@@ -59,7 +63,10 @@ class LazyTensor:
         itemsize = self.dtype.itemsize
         data = self.archive.read(self.member, first * itemsize, (last + 1) * itemsize)
         byte_strides = tuple(n * itemsize for n in strides)
-        return np.ndarray(shape, self.dtype, data, strides=byte_strides)
+        array = np.ndarray(shape, self.dtype, data, strides=byte_strides)
+        if self.is_conjugate:
+            array = np.conj(array)
+        return -array if self.is_negative else array
 
 
 def tensor_rules(archive: StoredZip, folder: str) -> dict[str, Rule]:
@@ -126,7 +133,7 @@ class _TensorRules:
         functions: dict[str, Rule] = {
             f"{utils}_rebuild_tensor": self._tensor,
             f"{utils}_rebuild_tensor_v2": self._tensor,
-            f"{utils}_rebuild_tensor_v3": lambda s: self._tensor(s, s.args[6]),
+            f"{utils}_rebuild_tensor_v3": lambda s: self._tensor(s, s.args[6], 7),
             f"{utils}_rebuild_parameter": lambda stub: stub.args[0],
             f"{utils}_rebuild_parameter_with_state": lambda stub: stub.args[0],
             "torch._tensor._rebuild_from_type_v2": self._typed,
@@ -160,14 +167,34 @@ class _TensorRules:
             )
         return _Storage(member, dtype, nbytes)
 
-    def _tensor(self, stub: Stub, named: np.dtype | None = None) -> LazyTensor:
+    def _tensor(
+        self, stub: Stub, named: np.dtype | None = None, metadata: int = 6
+    ) -> LazyTensor:
+        """Rebuilds a tensor.
+
+        Args:
+          stub: Call that rebuilds it.
+          named: Dtype that the call names; None for that of the storage.
+          metadata: Index of the argument that says how views are read, if there is one.
+        """
         storage, offset, shape, strides = stub.args[:4]
+        said = stub.args[metadata] if len(stub.args) > metadata else None
+        views = dict(said) if isinstance(said, dict) else {}
+        if said and (not views or not {"conj", "neg"} >= views.keys()):
+            raise ValueError(f"a tensor has the metadata {said!r}, which is not read")
         dtype: np.dtype = storage.dtype if named is None else named
         sizes = (offset, *shape, *strides)
         if len(shape) != len(strides) or not all(_is_size(size) for size in sizes):
             raise ValueError(f"{sizes} are not offset, shape and strides of a tensor")
         tensor = LazyTensor(
-            self.archive, storage.member, tuple(shape), dtype, offset, tuple(strides)
+            self.archive,
+            storage.member,
+            tuple(shape),
+            dtype,
+            offset,
+            tuple(strides),
+            bool(views.get("conj")),
+            bool(views.get("neg")),
         )
         last = sum((n - 1) * by for n, by in zip(shape, strides, strict=True))
         end = (offset + last + 1) * dtype.itemsize

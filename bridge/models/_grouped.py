@@ -158,7 +158,8 @@ def rows_in_blocks(
         rows = lax.dynamic_slice_in_dim(x, one.start, size)
         matrix = lax.dynamic_index_in_dim(kernel, one.group, keepdims=False)
         dims = ((1,), (contracted - 1,)), ((), ())
-        made = lax.dot_general(rows, matrix, dims, preferred_element_type=dtype)
+        with jax.named_scope(rounds.scope(expected or len(x), size)):
+            made = lax.dot_general(rows, matrix, dims, preferred_element_type=dtype)
         before = lax.dynamic_slice_in_dim(out, one.start, size)
         # A block is visited once per group with rows in it: keep rows of other groups.
         made = jnp.where(one.is_in(size), made, before)
@@ -223,6 +224,15 @@ class _Rounds(NamedTuple):
     visits: int
     at_once: int
     expected: int | None
+
+    def scope(self, rows: int, size: int) -> str:
+        """Name of the products, from which the planner counts rows without padding.
+
+        Args:
+          rows: Number of rows that are expected.
+          size: Number of rows of a block.
+        """
+        return f"rows_of_experts_{rows}_of_{self.at_once * size}"
 
     @staticmethod
     def of(rows: int, groups: int, expected: int | None) -> "_Rounds":

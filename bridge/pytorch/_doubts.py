@@ -101,6 +101,51 @@ def flattened(row: Row, layer: TorchLayer, maps: FeatureMaps, by: str) -> Row:
     return dataclasses.replace(row, doubts=(*row.doubts, doubt))
 
 
+def unflattened(row: Row, layer: TorchLayer, following: TorchLayer | None) -> Row:
+    """Adds a doubt to a linear layer whose output may be reshaped into a feature map.
+
+    As in decoders: PyTorch reshapes to channels first, flax to channels last.
+
+    Args:
+      row: Proposed row of the layer.
+      layer: Layer of PyTorch.
+      following: Convolution that comes next, norms aside; None if none does.
+    """
+    width = layer.shapes.get("weight", (0,))[0]
+    if row.make is not adapt.linear or following is None or width == 0:
+        return row
+    kernel = following.shapes["weight"]
+    channels = kernel[0 if "Transpose" in str(following.kind) else 1]
+    # A map of two pixels a dim at least: a scale and a shift of channels is none.
+    if width % channels or width // channels < 2 ** (len(kernel) - 2):
+        return row
+    doubt = (
+        "put into a feature map? then a Rule with (channels ...), "
+        f"channels {channels} perhaps"
+    )
+    return dataclasses.replace(row, doubts=(*row.doubts, doubt))
+
+
+def convolution_behind(
+    layers: Sequence[tuple[TorchLayer, TreeLayer]],
+) -> list[TorchLayer | None]:
+    """Returns, for each layer, the convolution that comes next, norms aside.
+
+    None for the last layers, for those before another layer, and for equinox, which
+    has channels first as PyTorch.
+    """
+    found: list[TorchLayer | None] = []
+    following: TorchLayer | None = None
+    for theirs, ours in reversed(layers):
+        found.append(None if ours.by == "equinox" else following)
+        shape = theirs.shapes.get("weight", ())
+        if _is_convolution(theirs, ours):
+            following = theirs
+        elif len(shape) > 1:
+            following = None
+    return found[::-1]
+
+
 def dims_confirmed(
     rows: Sequence[tuple[TorchLayer, TreeLayer, Row]],
 ) -> list[Row]:
@@ -134,14 +179,16 @@ def _is_linear(theirs: TorchLayer, ours: TreeLayer) -> bool:
     return theirs.kind == "Linear" == ours.kind and ours.by == "names"
 
 
+def _is_convolution(theirs: TorchLayer, ours: TreeLayer) -> bool:
+    return (
+        ours.kind in ("Conv", "ConvTranspose", "Kernel")
+        and len(theirs.shapes.get("weight", ())) > 2  # no kernel of heads
+    )
+
+
 def feature_maps(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> FeatureMaps:
     """Returns what the convolutions of a model put out."""
-    found = [
-        (theirs, ours)
-        for theirs, ours in layers
-        if ours.kind in ("Conv", "ConvTranspose", "Kernel")
-        and len(theirs.shapes.get("weight", ())) > 2  # no kernel of heads
-    ]
+    found = [(theirs, ours) for theirs, ours in layers if _is_convolution(theirs, ours)]
     channels = tuple(
         theirs.shapes["weight"][1 if "Transpose" in f"{theirs.kind}{ours.kind}" else 0]
         for theirs, ours in found

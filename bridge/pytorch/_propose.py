@@ -24,9 +24,11 @@ from bridge.pytorch._covered import (
 )
 from bridge.pytorch._doubts import (
     contradicted,
+    convolution_behind,
     dims_confirmed,
     feature_maps,
     flattened,
+    unflattened,
 )
 from bridge.pytorch._fused import fused_rows
 from bridge.pytorch._match import Match, matches, matches_of_tensors
@@ -169,7 +171,12 @@ def propose_rules(
 
 def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row]:
     """Proposes a row for each pair of layers, with all doubts."""
-    maps = feature_maps([(match.theirs, match.ours) for match in found])
+    layers = [(match.theirs, match.ours) for match in found]
+    maps = feature_maps(layers)
+    behind = {
+        theirs.path: conv
+        for (theirs, _), conv in zip(layers, convolution_behind(layers), strict=True)
+    }
     pairs = [
         (match, row)
         for match in found
@@ -184,10 +191,12 @@ def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row
         if _names_any(row, given)
     ]
     in_order = dims_confirmed([(m.theirs, m.ours, row) for m, row in pairs])
-    return [
-        _doubted(flattened(row, match.theirs, maps, match.ours.by), match.doubts)
-        for (match, _), row in zip(pairs, in_order, strict=True)
-    ]
+    rows = []
+    for (match, _), row in zip(pairs, in_order, strict=True):
+        row = flattened(row, match.theirs, maps, match.ours.by)
+        row = unflattened(row, match.theirs, behind[match.theirs.path])
+        rows.append(_doubted(row, match.doubts))
+    return rows
 
 
 def _names_any(row: Row, tensors: Shapes) -> bool:

@@ -98,7 +98,7 @@ def to_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
     """Returns a tensor as a numpy array; a view if it is on the host."""
     if not hasattr(tensor, "detach"):
         return np.asarray(tensor)
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if dtype.isbuiltin == 1:
         return tensor.numpy()
     import torch  # already loaded: `tensor` is one of torch
@@ -137,9 +137,16 @@ def _memory(tensor: LazyTensor | HeldTensor | RankShards, key: str) -> Any:
     if isinstance(tensor, RankShards):
         return tensor.shape, tuple(_memory(part, "") for part in tensor.copies[0])
     if isinstance(tensor, LazyTensor):
-        place = id(tensor.archive), tensor.member, tensor.offset, tensor.strides
+        views = tensor.is_conjugate, tensor.is_negative
+        place = id(tensor.archive), tensor.member, tensor.offset, tensor.strides, views
     elif hasattr(tensor.value, "data_ptr"):
-        place = tensor.value.data_ptr(), tensor.value.stride(), tensor.value.device
+        views = tensor.value.is_conj(), tensor.value.is_neg()
+        place = (
+            tensor.value.data_ptr(),
+            tensor.value.stride(),
+            tensor.value.device,
+            views,
+        )
     elif isinstance(tensor.value, np.ndarray):
         place = tensor.value.ctypes.data, tensor.value.strides
     else:

@@ -22,7 +22,7 @@ def as_it_is(key: str, leaf: str, shape: Shape, wanted: Shape) -> Row:
     """
     layout, doubts = _layout(shape, wanted), []
     sizes = _without_ones(shape)
-    if sizes != _without_ones(wanted):
+    if sizes != _without_ones(wanted) or (shape != wanted and not (shape and wanted)):
         doubts.append(f"{shape} in PyTorch, {wanted} in the tree")
     elif len(set(sizes)) < len(sizes):
         doubts.append(f"{shape}, and no class says which dim is which")
@@ -80,8 +80,9 @@ def _layout(shape: Shape, wanted: Shape) -> str:
             return "(d1 d2) d0 -> d0 d1 d2"
         if len(wanted) == 3 and wanted[-1] == rows:
             return "d2 (d0 d1) -> d0 d1 d2"
-    if shape != wanted and _without_ones(shape) == _without_ones(wanted):
-        return _between_ones(shape, wanted)
+    alike = shape and wanted and _without_ones(shape) == _without_ones(wanted)
+    if shape != wanted and alike:
+        return _between_ones(shape, wanted) or _around_ones(shape, wanted)
     dims = " ".join(f"d{dim}" for dim in range(len(shape)))
     return f"{dims} -> {dims}"
 
@@ -90,8 +91,31 @@ def _without_ones(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 
-def _between_ones(shape: Shape, wanted: Shape) -> str:
-    """Returns the layout of shapes that differ in dims of size 1, which are grouped."""
+def _around_ones(shape: Shape, wanted: Shape) -> str:
+    """Returns the layout of shapes whose dims of size 1 are in other places."""
+    source = [[f"d{dim}"] for dim in range(len(shape))]
+    sized = [f"d{dim}" for dim, size in enumerate(shape) if size != 1]
+    ones = [f"d{dim}" for dim, size in enumerate(shape) if size == 1]
+    target = []
+    for dim, size in enumerate(wanted):
+        if size != 1:
+            target.append([sized.pop(0)])
+        elif ones:
+            target.append([ones.pop(0)])
+        else:
+            source[0].append(f"e{dim}")
+            target.append([f"e{dim}"])
+    target[0] += ones
+    return " -> ".join(" ".join(map(_grouped, side)) for side in (source, target))
+
+
+def _between_ones(shape: Shape, wanted: Shape) -> str | None:
+    """Returns the layout of shapes that differ in dims of size 1, which are grouped.
+
+    None if they are not the dims of the shorter shape, and others of size 1.
+    """
+    if len(shape) == len(wanted):
+        return None
     longer, shorter = (shape, wanted) if len(shape) > len(wanted) else (wanted, shape)
     dims = [f"d{dim}" for dim in range(len(longer))]
     groups: list[list[str]] = [[]]
@@ -102,7 +126,7 @@ def _between_ones(shape: Shape, wanted: Shape) -> str:
             groups.append([])
     *groups, rest = groups
     if not groups or len(groups) != len(shorter):
-        return f"{' '.join(dims)} -> {' '.join(dims)}"
+        return None
     groups[-1] += rest
     one, other = " ".join(dims), " ".join(map(_grouped, groups))
     return f"{one} -> {other}" if longer is shape else f"{other} -> {one}"

@@ -91,7 +91,7 @@ def merge(trees: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
         raise ValueError("There are 0 trees to merge: give at least 1.")
     weights = [1 / len(trees)] * len(trees) if weights is None else list(weights)
     total = math.fsum(weights)
-    if len(weights) != len(trees) or abs(total - 1) > _SUM_TOLERANCE:
+    if len(weights) != len(trees) or not abs(total - 1) <= _SUM_TOLERANCE:
         raise ValueError(
             f"{len(weights)} weights that add up to {total:g} for {len(trees)} trees: "
             "give one for each, which add up to 1."

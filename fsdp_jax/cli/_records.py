@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from fsdp_jax.cli._tables import is_table, read_table
 
 _T = TypeVar("_T")
 _SHOWN = 5
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _KINDS = {
     "messages": {"messages"},
     "prompt": {"prompt", "completion"},
@@ -42,6 +44,14 @@ class Record:
     spans: tuple[Span, ...]
     has_specials: bool = False
     number: int = 0
+
+    def __post_init__(self):
+        """Refuses text that no tokenizer can read."""
+        if half := _SURROGATE.search(self.text):
+            raise ValueError(
+                f"has {half[0]!r} in its text, half of a pair that stands for a "
+                "character, without the other half"
+            )
 
 
 def is_jsonl(file: Path) -> bool:
@@ -177,13 +187,18 @@ def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
 def _read_text(file: Path) -> str:
     try:
         if file.suffix.lower() == ".gz":
-            return gzip.decompress(file.read_bytes()).decode()
+            return gzip.decompress(file.read_bytes()).decode("utf-8-sig")
         if file.suffix.lower() == ".zst":
             pyarrow = require("pyarrow", f"--data '{file}'")
             with pyarrow.input_stream(str(file), compression="zstd") as stream:
-                return stream.read().decode()
-        return file.read_text(encoding="utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+                return stream.read().decode("utf-8-sig")
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(
+            f"--data '{file}' cannot be read: line {line} is not UTF-8: {error}"
+        ) from error
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"--data '{file}' cannot be read: {error}") from error
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 
-from fsdp_jax._scopes import FLASH_FORWARD
+from fsdp_jax._scopes import FLASH_FORWARD, part_of_rows
 from fsdp_jax.planner.liveness._operations import Operation, Program
+
+_RAGGED = ("ragged_dot", "ragged_dot_general")
 
 
 def product_flops(program: Program) -> float:
     """Returns the FLOPs of all matrix products of a traced program, loops unrolled.
 
-    Attention counts as full, causal or not. A loop with an unknown number of iterations
-    counts as one iteration, a conditional as its costliest branch.
+    Attention counts as full, causal or not, and rows that pad those of experts do not
+    count. A loop with an unknown number of iterations counts as one iteration, a
+    conditional as its costliest branch.
 
     Args:
       program: Traced program in the shapes of one device, e.g. a model's forward.
@@ -22,7 +25,9 @@ def product_flops(program: Program) -> float:
 
 def _flops(operation: Operation) -> float:
     if operation.name == "dot_general":
-        return _dot_general(operation)
+        return _dot_general(operation) * part_of_rows(operation.scopes)
+    if operation.name in _RAGGED:
+        return _ragged_dot(operation)
     if operation.name == "conv_general_dilated":
         return _convolution(operation)
     if operation.name.startswith("dot_product_attention_fwd"):
@@ -40,6 +45,13 @@ def _dot_general(operation: Operation) -> float:
     assert left is not None
     depth = math.prod(left.shape[dim] for dim in contracted)
     return 2.0 * math.prod(operation.outputs[0].shape) * depth
+
+
+def _ragged_dot(operation: Operation) -> float:
+    """Returns the FLOPs of rows by a matrix of the group that each is in."""
+    rows, matrices = operation.inputs[:2]
+    assert rows is not None and matrices is not None
+    return 2.0 * math.prod(rows.shape) * matrices.shape[-1]
 
 
 def _convolution(operation: Operation) -> float:

@@ -56,7 +56,9 @@ def test_formats_are_mixed_and_sums_are_rounded_once(tmp_path):
     assert set(values.astype(np.float64)) == {1 + 2**-7}
 
 
-@pytest.mark.parametrize("weights", [[1, 1], [0.5], [0.5, 0.25, 0.25]])
+@pytest.mark.parametrize(
+    "weights", [[1, 1], [0.5], [0.5, 0.25, 0.25], [float("nan"), 1], [float("inf"), 1]]
+)
 def test_weights_that_do_not_add_up_are_refused(pair, tmp_path, weights):
     trees = [bridge.lazy_hf(tmp_path / name)[0] for name in "ab"]
     with pytest.raises(ValueError, match=facts(f"{len(weights)} weights", "2 trees")):

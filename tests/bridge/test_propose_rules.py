@@ -141,6 +141,71 @@ def test_what_may_follow_a_flattened_map_of_several_is_in_doubt(name):
     assert len(asked) == (" of " not in name)
 
 
+BEFORE = {
+    "a map of 4 by 4": (64, lambda: torch.nn.ConvTranspose2d(4, 3, 3), True),
+    "a map of 2 by 2": (16, lambda: torch.nn.Conv2d(4, 3, 3), True),
+    "a scale and a shift of channels": (8, lambda: torch.nn.Conv2d(4, 3, 3), False),
+    "channels": (4, lambda: torch.nn.Conv2d(4, 3, 3), False),
+    "a linear layer": (64, lambda: torch.nn.Linear(64, 3), False),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_may_be_put_into_a_map_is_in_doubt(name):
+    width, make_behind, doubted = BEFORE[name]
+    behind = make_behind()
+    net = torch.nn.ModuleDict(
+        {
+            "fc": torch.nn.Linear(5, width),
+            "norm": torch.nn.LayerNorm(width),
+            "z": behind,
+        }
+    )
+
+    def make():
+        rngs = nnx.Rngs(0)
+        kinds = {"ConvTranspose2d": nnx.ConvTranspose, "Conv2d": nnx.Conv}
+        kind = kinds.get(type(behind).__name__)
+        last = (
+            nnx.Linear(64, 3, rngs=rngs)
+            if kind is None
+            else kind(4, 3, (3, 3), rngs=rngs)
+        )
+        norm = nnx.LayerNorm(width, rngs=rngs)
+        return nnx.Dict(fc=nnx.Linear(5, width, rngs=rngs), norm=norm, z=last)
+
+    rows = bridge.propose_rules(net, nnx.eval_shape(make)).rows
+    doubts = {row.args[0]: row.doubts for row in rows}
+    assert bool(doubts["fc"]) is doubted
+    assert not doubts["norm"] and not doubts["z"]
+
+
+@pytest.mark.parametrize(
+    "shape, wanted",
+    [
+        ((4, 1, 1), (1, 1, 4)),
+        ((1, 4, 1, 1), (1, 1, 1, 4)),
+        ((1, 1, 4), (1, 4)),
+        ((1, 4), (1, 1, 4)),
+        ((3, 4, 1), (1, 3, 4)),
+        ((1, 3, 4), (3, 1, 1, 4)),
+        ((4, 1, 1), (4,)),
+        ((1, 1), (1,)),
+    ],
+)
+def test_dims_of_one_may_be_anywhere(shape, wanted):
+    values = np.arange(np.prod(shape), dtype="f4").reshape(shape)
+    like = {"gain": jax.ShapeDtypeStruct(wanted, "float32")}
+    found = bridge.from_torch({"gain": values}, like)["gain"]
+    np.testing.assert_array_equal(found, values.reshape(wanted))
+
+
+def test_a_dim_of_one_for_no_dim_is_in_doubt():
+    like = {"slope": jax.ShapeDtypeStruct((), "float32")}
+    (row,) = bridge.propose_rules({"slope": np.ones(1, "f4")}, like).rows
+    assert row.doubts
+
+
 def test_no_name_is_matched_by_its_shape():
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5)})
     like = nnx.eval_shape(lambda: nnx.Dict(b=nnx.Linear(3, 5, rngs=nnx.Rngs(0))))

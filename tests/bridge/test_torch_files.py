@@ -2,7 +2,9 @@
 
 import argparse
 import collections
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from helpers.errors import facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bridge
 from bridge.formats._torch_dtypes import DTYPES
 from bridge.formats._torch_zip import open_torch_file, read_torch_file
 
@@ -34,6 +37,25 @@ def assert_same(ours: np.ndarray, theirs: torch.Tensor) -> None:
 
 
 DTYPES_BACK = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+def test_views_that_negate_or_conjugate_are_read_as_they_are(tmp_path, lazily):
+    whole = torch.tensor([[1 + 2j, 3 - 4j]]).conj()
+    state = {"conjugate": whole, "negative": torch.tensor([[5 + 6j, 7j]]).conj().imag}
+    assert whole.is_conj() and state["negative"].is_neg()
+    source: Any = state
+    if lazily:
+        source = tmp_path / "views.pt"
+        torch.save(state, source)
+    like = {
+        "conjugate": jax.ShapeDtypeStruct((1, 2), "complex64"),
+        "negative": jax.ShapeDtypeStruct((1, 2), "float32"),
+    }
+    rules = [bridge.Rule(name, name, "a b -> a b") for name in like]
+    loaded = bridge.from_torch(source, like, rules)
+    for name, tensor in state.items():
+        np.testing.assert_array_equal(loaded[name], tensor.resolve_conj().resolve_neg())
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))

@@ -176,6 +176,22 @@ def test_lines_that_cannot_be_used_are_listed(tmp_path):
     assert said.endswith("and 2 more")
 
 
+def test_text_that_is_none_is_named_by_its_line(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "a"}\n{"text": "\\ud800 b"}\n')
+    with pytest.raises(ValueError, match=facts("line 2", r"'\ud800'")):
+        read_records(file, None)
+    file.write_bytes(b'{"text": "a"}\n\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=facts(str(file), "line 3", "UTF-8")):
+        read_records(file, None)
+
+
+def test_the_mark_of_an_order_of_bytes_is_no_text(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert [record.text for record in read_records(file, None)] == ["a"]
+
+
 def test_a_conversation_without_messages_is_told_so(tmp_path):
     with pytest.raises(ValueError, match=facts("line 1", "messages", "empty")):
         read_records(write(tmp_path, {"messages": []}), None)

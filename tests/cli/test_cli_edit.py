@@ -40,6 +40,21 @@ def test_tensors_are_renamed_dropped_and_cast(tmp_path):
     assert (tmp_path / "out/config.json").is_file()
 
 
+@pytest.mark.parametrize("rename", [("(", "x"), ("model", r"\9")])
+def test_an_expression_that_is_none_is_named(tmp_path, capsys, rename):
+    write_llama(tmp_path / "model")
+    words = [
+        "edit",
+        str(tmp_path / "model"),
+        str(tmp_path / "out"),
+        "--rename",
+        *rename,
+    ]
+    assert main(words) == 2
+    assert repr(rename[0]) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_keys_of_megatron_are_edited_and_all_else_is_as_it_was(megatron, tmp_path):
     words = ["--rename", "final_layernorm", "final_norm", "--drop", "rng_state*"]
     words += ["--cast", "*.linear_fc2.weight", "float32"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from helpers.errors import facts
 
-from bridge.models import _flash_kernel, _fused_attention
+from bridge.models import _flash_kernel, _fused_attention, _grouped
 from fsdp_jax import _scopes as scopes
 from fsdp_jax.ops.attention import _common
 
@@ -60,6 +60,15 @@ def test_names_that_bridge_writes_are_those_that_are_read():
     read = (scopes.FLASH_FORWARD, scopes.FLASH_QUERY_GRAD, scopes.FLASH_KEY_GRADS)
     assert kernels == read
     assert _fused_attention.RESIDUALS == _common.RESIDUALS
+
+
+def test_the_rows_of_experts_are_read_as_both_packages_write_them():
+    written = _grouped._Rounds(10, 10, None).scope(600, 64)
+    assert written == scopes.rows_of_experts(600, 640)
+    path = f"jit(step)/{written}/dot_general"
+    assert scopes.part_of_rows(path) == 600 / 640
+    assert scopes.part_of_rows("jit(step)/dot_general") == 1
+    assert scopes.part_of_rows(scopes.rows_of_experts(700, 640)) == 1
 
 
 def test_the_turns_of_a_stage_are_read_as_written():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -13,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from helpers.errors import facts
 from helpers.llama import Llama, tokens
 
 import fsdp_jax as fsdp
+from bridge.models import Decoder, DecoderConfig, DecoderLayer, MoEConfig
 from fsdp_jax.planner._comm_table import SentRow, sent_grid
 from fsdp_jax.planner._compile import compile_scheduled
 from fsdp_jax.planner._gpu import GPUS
@@ -118,6 +121,37 @@ def test_model_flops_are_those_of_the_formula(wide):
     seq = 4096
     a_token = 6 * weights + 12 * WIDE.layers * WIDE.heads * WIDE.head_dim * seq
     assert wide.model_flops == pytest.approx(a_token * seq, rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 2.0])
+def test_model_flops_of_experts_are_those_of_the_rows_that_tokens_chose(factor):
+    config = DecoderConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        moe=MoEConfig(num_experts=16, num_experts_per_tok=3, intermediate_size=96),
+    )
+    dispatch = {}
+    if factor is not None:
+        dispatch["dispatch"] = functools.partial(
+            fsdp.ops.expert_capacity_dispatch, capacity_factor=factor
+        )
+    plan = fsdp.fully_shard(
+        lambda key: Decoder(config, rngs=nnx.Rngs(key), scan=fsdp.scan, **dispatch),
+        fsdp.make_mesh(),
+        [DecoderLayer],
+    )
+
+    def loss(model, batch):
+        return jnp.mean(jax.nn.logsumexp(model(batch)[0], -1))
+
+    rows, seq, width = 8, 256, 64
+    found = fsdp.planner.model_flops(plan, loss, jnp.zeros((rows, seq), jnp.int32))
+    layer = 4 * width**2 + 16 * width + 3 * 3 * width * 96
+    a_token = 6 * (2 * layer + 500 * width) + 12 * 2 * width * seq
+    assert found == pytest.approx(a_token * rows * seq, rel=1e-2)
 
 
 CONFIGURATIONS = {

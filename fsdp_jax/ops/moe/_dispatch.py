@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from fsdp_jax._scopes import EXPERT_DISPATCH
+from fsdp_jax._scopes import EXPERT_DISPATCH, rows_of_experts
 from fsdp_jax.ops.moe._all_to_all import Exchange, segments_of
 from fsdp_jax.ops.moe._combine import combine
 from fsdp_jax.ops.moe._gather_rows import inverse_of
@@ -222,7 +222,9 @@ def expert_capacity_dispatch(
         # A numpy array, so that `run` can see statically that all groups are equal.
         sizes = np.full(local, ranks * capacity, np.int32)
         route = direct if nodes is None else node_route(direct, nodes)
-        rows = run(receive(route, x, dispatch_dtype, ranks), sizes)
+        sent = receive(route, x, dispatch_dtype, ranks)
+        with jax.named_scope(rows_of_experts(slot.size, ranks * local * capacity)):
+            rows = run(sent, sizes)
         y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
     dropped = (~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
     return y, dropped
