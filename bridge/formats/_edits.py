@@ -76,6 +76,8 @@ class Edits:
             if not found:
                 wrong["patterns that match nothing"].append(pattern)
             renamed = edited
+        if names and not renamed:
+            wrong["patterns that leave nothing"] = list(self.drop)
         twice = [n for n, count in Counter(renamed.values()).items() if count > 1]
         wrong["names of several entries"] = twice
         kept = {name: dtype for name, dtype in dtypes.items() if name in renamed}
