@@ -184,6 +184,7 @@ def test_a_run_goes_back_to_megatron_with_its_optimizer(
     written = bridge.megatron.open_megatron(back)
     assert (written.iteration, written.consumed_samples) == (iteration + 2, 8 * 9)
     run("import", back, tmp_path / "again", "--optimizer")
+    assert "left out: the place in the data, behind 72" in capsys.readouterr().err
 
     def leaves(path):
         mesh = fsdp.make_mesh()

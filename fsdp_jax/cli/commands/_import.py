@@ -112,5 +112,11 @@ def _say_what_is_left_out(origin: Megatron, optimizer: bool) -> None:
     checkpoint = bridge.megatron.open_megatron(origin.path)
     if checkpoint.optimizer is not None and not optimizer:
         print("left out: Adam's state (--optimizer takes it)", file=sys.stderr)
+    if optimizer and checkpoint.consumed_samples:
+        print(
+            f"left out: the place in the data, behind {checkpoint.consumed_samples:,} "
+            "samples: `fsdp-jax train --resume` begins at the first row of its own",
+            file=sys.stderr,
+        )
     for line in checkpoint.left_out:
         print(f"left out: {line}", file=sys.stderr)
