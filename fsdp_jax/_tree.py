@@ -52,11 +52,8 @@ def named_leaves(
         tree,
         is_leaf=lambda n: isinstance(n, _LEAVES) or is_leaf(n),
     )
-    named = [
-        (leaf_name(path), leaf.get_value() if _is_variable(leaf) else leaf)
-        for path, leaf in flat
-    ]
-    return [(name, leaf) for name, leaf in named if _is_there(leaf)]
+    named = [(leaf_name(path), _value(leaf)) for path, leaf in flat]
+    return [(name, leaf) for name, leaf in named if leaf is not None]
 
 
 def tree_differences(
@@ -130,8 +127,13 @@ def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
     return [p for p in patterns if all(matches(p, name) is None for name in names)]
 
 
-def _is_there(leaf: Any) -> bool:
-    return bool(tree_util.tree_leaves(leaf, is_leaf=lambda n: isinstance(n, _LEAVES)))
+def _value(leaf: Any) -> Any:
+    """Returns the value of a Variable, None without one; anything else as it is."""
+    if not _is_variable(leaf):
+        return leaf
+    value = leaf.get_value()
+    parts = tree_util.tree_leaves(value, is_leaf=lambda n: isinstance(n, _LEAVES))
+    return value if parts else None
 
 
 def _is_variable(node: Any) -> bool:

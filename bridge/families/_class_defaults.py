@@ -112,7 +112,6 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_sizes(152064, 3584, 18944, 28, 28),
         "num_key_value_heads": 4,
         "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
     },
     "qwen3_omni_moe_text": {
         **_sizes(3584, 2048, 18944, 28, 28),

@@ -56,15 +56,12 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     return own + norms(names)
 
 
-def _part(
-    block: Any, name: str, defaults: Mapping[str, Any], read: str, layer: int
-) -> tuple[Any, list[str]]:
+def _part(block: Any, name: str, read: str, layer: int) -> tuple[Any, list[str]]:
     """Returns the number of a part of a layer, None where it has none; what is wrong.
 
     Args:
       block: Object of the file for a layer.
       name: Name of the part.
-      defaults: Its fields, where they change nothing.
       read: Its field that is a number.
       layer: Index of the layer.
     """
@@ -86,6 +83,14 @@ def _part(
     return number, wrong
 
 
+def _unread(block: Any, layer: int) -> list[str]:
+    return [
+        f"{_BLOCKS}[{layer}].{key} = {value!r}: this field is not modelled"
+        for key, value in (block.items() if isinstance(block, Mapping) else ())
+        if key not in ("attention", "ffn") and value not in (None, False)
+    ]
+
+
 def _width(multiple: float, hidden: int) -> int:
     """Returns the width of an MLP, in whole units."""
     width = int(2 * multiple * hidden / 3)
@@ -98,11 +103,11 @@ def _read_blocks(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{_BLOCKS}: an object for each of the {layers} layers")
     attends, expands, wrong = [], [], []
     for layer, block in enumerate(blocks):
-        group, lines = _part(block, "attention", _ATTENTION, "n_heads_in_group", layer)
-        multiple, others = _part(block, "ffn", _MLP, "ffn_mult", layer)
+        group, lines = _part(block, "attention", "n_heads_in_group", layer)
+        multiple, others = _part(block, "ffn", "ffn_mult", layer)
         attends.append(group)
         expands.append(multiple)
-        wrong += lines + others
+        wrong += lines + others + _unread(block, layer)
     groups = {group for group in attends if group is not None}
     if len(groups) > 1:
         wrong.append(

@@ -62,25 +62,12 @@ class Edits:
                 if not fnmatch.filter(names, pattern)
             ]
         }
-        malformed = wrong.setdefault("malformed expressions", [])
-        for pattern, replacement in self.rename:
-            try:
-                edited = {
-                    old: re.sub(pattern, replacement, name)
-                    for old, name in renamed.items()
-                }
-                found = any(re.search(pattern, name) for name in renamed.values())
-            except re.error as error:
-                malformed.append(f"{pattern!r} by {replacement!r}: {error}")
-                continue
-            if not found:
-                wrong["patterns that match nothing"].append(pattern)
-            renamed = edited
-        if names and not renamed:
-            wrong["patterns that leave nothing"] = list(self.drop)
+        renamed = self._renamed(renamed, wrong)
         twice = [n for n, count in Counter(renamed.values()).items() if count > 1]
         wrong["names of several entries"] = twice
         kept = {name: dtype for name, dtype in dtypes.items() if name in renamed}
+        if dtypes and not kept:
+            wrong["patterns that leave no tensor"] = list(self.drop)
         cast = {
             name: self._dtype(name, dtype, wrong.setdefault("not floating-point", []))
             for name, dtype in kept.items()
@@ -88,6 +75,27 @@ class Edits:
         if any(wrong.values()):
             raise ValueError(f"These edits cannot be made:\n{format_report(wrong)}")
         return renamed, cast
+
+    def _renamed(
+        self, names: Mapping[str, str], wrong: dict[str, list[str]]
+    ) -> dict[str, str]:
+        """Returns the new names by the old ones; adds what is wrong with the edits."""
+        renamed, wrong["malformed expressions"] = dict(names), []
+        for pattern, replacement in self.rename:
+            try:
+                found = any(re.search(pattern, name) for name in renamed.values())
+                renamed = {
+                    old: re.sub(pattern, replacement, name)
+                    for old, name in renamed.items()
+                }
+            except (re.error, IndexError) as error:  # of an unknown name of a group
+                wrong["malformed expressions"].append(
+                    f"{pattern!r} by {replacement!r}: {error}"
+                )
+                continue
+            if not found:
+                wrong["patterns that match nothing"].append(pattern)
+        return renamed
 
     def _dtype(self, name: str, dtype: np.dtype, wrong: list[str]) -> np.dtype:
         to = [to for p, to in self.cast if fnmatch.fnmatchcase(name, p)]

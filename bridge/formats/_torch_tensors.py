@@ -66,7 +66,8 @@ class LazyTensor:
         array = np.ndarray(shape, self.dtype, data, strides=byte_strides)
         if self.is_conjugate:
             array = np.conj(array)
-        return -array if self.is_negative else array
+        # As an array, since numpy makes scalars of results without dims.
+        return np.asarray(-array if self.is_negative else array)
 
 
 def tensor_rules(archive: StoredZip, folder: str) -> dict[str, Rule]:

@@ -18,6 +18,8 @@ CONFIG_NAME = "config.json"
 _INFINITE = frozenset({"time_step_limit"})
 _TIED = "tie_word_embeddings"
 _HEAD = "lm_head.weight"
+THINKER = "thinker_config"
+"""Part of a model that speaks which has the text part."""
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -45,10 +47,23 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"No model config: '{file}' is not there.")
     fields = read_json(file, f"'{file}'", _INFINITE)
+    thinker = fields.get(THINKER)
+    if weights is None:
+        return fields
+    if isinstance(thinker, dict):
+        return {**fields, THINKER: _settled(thinker, weights, "thinker.")}
+    return _settled(fields, weights)
+
+
+def _settled(fields: dict[str, Any], weights: Path, prefix: str = "") -> dict[str, Any]:
+    """Returns fields whose text part says whether a head is stored, if two differ."""
     text = fields.get("text_config")
-    if weights is None or not isinstance(text, Mapping):
+    if not isinstance(text, Mapping):
         return fields
     if {fields.get(_TIED), text.get(_TIED)} != {True, False}:
         return fields
-    stored = any(key.endswith(_HEAD) for key in open_checkpoint(weights).keys())
+    stored = any(
+        key.startswith(prefix) and key.endswith(_HEAD)
+        for key in open_checkpoint(weights).keys()
+    )
     return {**fields, "text_config": {**text, _TIED: not stored}}

@@ -5,6 +5,7 @@ from typing import Any
 
 from bridge.families import FAMILIES, NAMES
 from bridge.families._class_defaults import CLASS_DEFAULTS, TEXT_DEFAULTS
+from bridge.hf._config_file import THINKER
 
 # Multimodal models whose text part is the very model of its family: transformers makes
 # it of `text_config` alone, and texts without images attend as there. PaliGemma, say,
@@ -26,7 +27,6 @@ MULTIMODAL = frozenset(
 # Multimodal models whose published files have the fields of the text part beside those
 # of the others.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-_THINKER = "thinker_config"  # the part of a model that speaks which has the text part
 # How three positions of an image share the rotary dims; those of texts are equal.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -88,10 +88,10 @@ def quantization_of(fields: Mapping[str, Any]) -> Any:
 
 def _with_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the fields around a text part: of a model that speaks, its thinker's."""
-    thinker = fields.get(_THINKER)
+    thinker = fields.get(THINKER)
     if not isinstance(thinker, Mapping):
         return fields
-    return {**thinker, **{k: v for k, v in fields.items() if k != _THINKER}}
+    return {**thinker, **{k: v for k, v in fields.items() if k != THINKER}}
 
 
 def _text_of(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -202,10 +202,14 @@ def _inconsistent_widths(config: DecoderFields) -> list[str]:
     dense = set(range(config.num_hidden_layers) if config.moe is None else ())
     dense = (dense | set(config.dense_layers)) - set(config.mixer_only_layers)
     wrong = [
-        f"mlp_sizes give layer {layer} a width of {width}: one of at least 1, once, "
-        "for layers with a dense MLP"
+        f"mlp_sizes give layer {layer} a width of {width}: one of at least 1 that is "
+        f"not intermediate_size {config.intermediate_size}, once, for layers with a "
+        "dense MLP"
         for layer, width in config.mlp_sizes
-        if layer not in dense or width < 1 or given.count(layer) > 1
+        if layer not in dense
+        or given.count(layer) > 1
+        or width < 1
+        or width == config.intermediate_size
     ]
     if given and config.kv_sharing is not None:
         wrong.append("mlp_sizes: not beside kv_sharing, which has a width of its own")

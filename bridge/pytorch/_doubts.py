@@ -101,7 +101,9 @@ def flattened(row: Row, layer: TorchLayer, maps: FeatureMaps, by: str) -> Row:
     return dataclasses.replace(row, doubts=(*row.doubts, doubt))
 
 
-def unflattened(row: Row, layer: TorchLayer, following: TorchLayer | None) -> Row:
+def unflattened(
+    row: Row, layer: TorchLayer, behind: tuple[TorchLayer, TreeLayer] | None
+) -> Row:
     """Adds a doubt to a linear layer whose output may be reshaped into a feature map.
 
     As in decoders: PyTorch reshapes to channels first, flax to channels last.
@@ -109,13 +111,13 @@ def unflattened(row: Row, layer: TorchLayer, following: TorchLayer | None) -> Ro
     Args:
       row: Proposed row of the layer.
       layer: Layer of PyTorch.
-      following: Convolution that comes next, norms aside; None if none does.
+      behind: Convolution that comes next, from `convolutions_behind`.
     """
     width = layer.shapes.get("weight", (0,))[0]
-    if row.make is not adapt.linear or following is None or width == 0:
+    if row.make is not adapt.linear or behind is None or width == 0:
         return row
-    kernel = following.shapes["weight"]
-    channels = kernel[0 if "Transpose" in str(following.kind) else 1]
+    kernel = behind[0].shapes["weight"]
+    channels = kernel[0 if _is_transposed(*behind) else 1]
     # A map of two pixels a dim at least: a scale and a shift of channels is none.
     if width % channels or width // channels < 2 ** (len(kernel) - 2):
         return row
@@ -126,23 +128,22 @@ def unflattened(row: Row, layer: TorchLayer, following: TorchLayer | None) -> Ro
     return dataclasses.replace(row, doubts=(*row.doubts, doubt))
 
 
-def convolution_behind(
+def convolutions_behind(
     layers: Sequence[tuple[TorchLayer, TreeLayer]],
-) -> list[TorchLayer | None]:
+) -> list[tuple[TorchLayer, TreeLayer] | None]:
     """Returns, for each layer, the convolution that comes next, norms aside.
 
-    None for the last layers, for those before another layer, and for equinox, which
-    has channels first as PyTorch.
+    None where another layer or nothing does, and for layers of equinox, which has
+    channels first as PyTorch.
     """
-    found: list[TorchLayer | None] = []
-    following: TorchLayer | None = None
+    found: list[tuple[TorchLayer, TreeLayer] | None] = []
+    behind: tuple[TorchLayer, TreeLayer] | None = None
     for theirs, ours in reversed(layers):
-        found.append(None if ours.by == "equinox" else following)
-        shape = theirs.shapes.get("weight", ())
+        found.append(None if ours.by == "equinox" else behind)
         if _is_convolution(theirs, ours):
-            following = theirs
-        elif len(shape) > 1:
-            following = None
+            behind = theirs, ours
+        elif max(map(len, theirs.shapes.values()), default=0) > 1:  # no norm
+            behind = None
     return found[::-1]
 
 
@@ -186,11 +187,16 @@ def _is_convolution(theirs: TorchLayer, ours: TreeLayer) -> bool:
     )
 
 
+def _is_transposed(theirs: TorchLayer, ours: TreeLayer) -> bool:
+    # Either side may know no class.
+    return "Transpose" in f"{theirs.kind}{ours.kind}"
+
+
 def feature_maps(layers: Sequence[tuple[TorchLayer, TreeLayer]]) -> FeatureMaps:
     """Returns what the convolutions of a model put out."""
     found = [(theirs, ours) for theirs, ours in layers if _is_convolution(theirs, ours)]
     channels = tuple(
-        theirs.shapes["weight"][1 if "Transpose" in f"{theirs.kind}{ours.kind}" else 0]
+        theirs.shapes["weight"][1 if _is_transposed(theirs, ours) else 0]
         for theirs, ours in found
     )
     dims = [len(theirs.shapes["weight"]) - 2 for theirs, _ in found]

@@ -24,7 +24,7 @@ from bridge.pytorch._covered import (
 )
 from bridge.pytorch._doubts import (
     contradicted,
-    convolution_behind,
+    convolutions_behind,
     dims_confirmed,
     feature_maps,
     flattened,
@@ -123,7 +123,8 @@ def propose_rules(
     A row is in doubt if the classes or shapes of both sides do not match, if a matrix
     is square and no class determines the order of its dims, if two biases become one,
     or if a linear or recurrent layer, a norm or a convolution of fewer dims may follow
-    a flattened feature map, whose order differs.
+    a flattened feature map, whose order differs, or the output of a linear layer may be
+    put into one.
 
     Args:
       source: PyTorch model, as in `from_torch`. A module gives fewer doubts than its
@@ -173,10 +174,7 @@ def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row
     """Proposes a row for each pair of layers, with all doubts."""
     layers = [(match.theirs, match.ours) for match in found]
     maps = feature_maps(layers)
-    behind = {
-        theirs.path: conv
-        for (theirs, _), conv in zip(layers, convolution_behind(layers), strict=True)
-    }
+    behind = dict(zip(map(id, found), convolutions_behind(layers), strict=True))
     pairs = [
         (match, row)
         for match in found
@@ -194,7 +192,7 @@ def _layers(found: Sequence[Match], tensors: Source, leaves: Shapes) -> list[Row
     rows = []
     for (match, _), row in zip(pairs, in_order, strict=True):
         row = flattened(row, match.theirs, maps, match.ours.by)
-        row = unflattened(row, match.theirs, behind[match.theirs.path])
+        row = unflattened(row, match.theirs, behind[id(match)])
         rows.append(_doubted(row, match.doubts))
     return rows
 

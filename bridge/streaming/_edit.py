@@ -1,6 +1,5 @@
 """Editing of Hugging Face checkpoints, tensor by tensor."""
 
-import fnmatch
 import json
 import os
 import shutil
@@ -13,7 +12,12 @@ from bridge._local_path import check_local
 from bridge._new_directory import new_directory
 from bridge.formats._edits import Edits
 from bridge.formats._safetensors import encode_header
-from bridge.formats._weight_files import BIN_INDEX_NAME, INDEX_NAME, open_checkpoint
+from bridge.formats._weight_files import (
+    BIN_INDEX_NAME,
+    INDEX_NAME,
+    TORCH_SUFFIXES,
+    open_checkpoint,
+)
 from bridge.streaming._files import assign_files, index_of
 from bridge.streaming._load import Progress
 
@@ -31,7 +35,7 @@ def edit_safetensors(
     """Writes a safetensors checkpoint with other names, other dtypes or fewer tensors.
 
     One tensor is in memory at a time; the directory appears when it is complete. Files
-    of a directory that are not its model's (config, tokenizer) are copied.
+    of a directory that hold no weights (config, tokenizer) are copied.
 
     Args:
       src: Directory or file, as `open_checkpoint` takes it.
@@ -88,7 +92,6 @@ def _beside(src: Path) -> list[Path]:
         file
         for file in sorted(src.iterdir())
         if file.is_file()
-        and file.suffix != ".safetensors"
-        and not fnmatch.fnmatchcase(file.name, "pytorch_model*.bin")
+        and file.suffix not in (".safetensors", *TORCH_SUFFIXES)
         and file.name not in (INDEX_NAME, BIN_INDEX_NAME)
     ]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge._box import Box, as_index, complete
+from bridge._cast import check_range
 from bridge._report import format_report
 from bridge._tree import arrays_of, named_leaves
 
@@ -61,6 +62,7 @@ class MergedLeaf:
         total = np.zeros(parts[0][0].shape, width)
         for part, weight in parts:
             total += part.astype(width) * width.type(weight)
+        check_range(total, self.dtype, self.name)
         return total.astype(self.dtype)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:

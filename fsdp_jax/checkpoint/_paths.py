@@ -23,7 +23,7 @@ from fsdp_jax.checkpoint._store_path import StorePath
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/+([^/].*)")
 _READ_BYTES = 2**20
 # How the errors of TensorStore begin: `RESOURCE_EXHAUSTED: Error writing local file`.
-_STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
+_STATUS = re.compile(r"(?!INVALID_ARGUMENT)[A-Z]+(_[A-Z]+)*: ")
 
 # `Path` in annotations: a `StorePath` has the methods of it that are used here.
 

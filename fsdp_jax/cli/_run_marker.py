@@ -115,14 +115,24 @@ def newest_good_step(save: Path) -> int | None:
       DamagedCheckpointError: If there are steps and none is intact.
       ValueError: If one is damaged, and another process writes to the directory.
     """
-    with together("Looking for the newest step"):
-        found = _find_good_step(save) if jax.process_index() == 0 else None
-    good, damaged = exchange(found)[0]
-    if damaged:
-        with leased(save), together("Renaming damaged steps"):
+    good, damaged = _looked(save)
+    if not damaged:
+        return good
+    with leased(save):
+        # Again, since another start may have renamed them and gone on meanwhile.
+        good, damaged = _looked(save)
+        with together("Renaming damaged steps"):
             if jax.process_index() == 0:
                 _set_aside(save, damaged)
     return good
+
+
+def _looked(save: Path) -> tuple[int | None, list[int]]:
+    """Returns what `_find_good_step` does in process 0, in all processes."""
+    with together("Looking for the newest step"):
+        found = _find_good_step(save) if jax.process_index() == 0 else None
+    good, damaged = exchange(found)[0]
+    return good, damaged
 
 
 def _find_good_step(save: Path) -> tuple[int | None, list[int]]:

@@ -27,7 +27,7 @@ def _flops(operation: Operation) -> float:
     if operation.name == "dot_general":
         return _dot_general(operation) * part_of_rows(operation.scopes)
     if operation.name in _RAGGED:
-        return _ragged_dot(operation)
+        return _ragged_dot(operation) * part_of_rows(operation.scopes)
     if operation.name == "conv_general_dilated":
         return _convolution(operation)
     if operation.name.startswith("dot_product_attention_fwd"):
@@ -49,9 +49,14 @@ def _dot_general(operation: Operation) -> float:
 
 def _ragged_dot(operation: Operation) -> float:
     """Returns the FLOPs of rows by a matrix of the group that each is in."""
-    rows, matrices = operation.inputs[:2]
-    assert rows is not None and matrices is not None
-    return 2.0 * math.prod(rows.shape) * matrices.shape[-1]
+    dims = operation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = dims.dot_dimension_numbers
+    rows = operation.inputs[0]
+    assert rows is not None
+    if dims.lhs_ragged_dimensions[0] in contracted:  # each row is in one product
+        return 2.0 * math.prod(rows.shape) * operation.outputs[0].shape[-1]
+    depth = math.prod(rows.shape[dim] for dim in contracted)
+    return 2.0 * math.prod(operation.outputs[0].shape) * depth
 
 
 def _convolution(operation: Operation) -> float:

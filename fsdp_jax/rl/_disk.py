@@ -25,8 +25,9 @@ def save_batch(path: str | os.PathLike[str], batch: Batch) -> None:
 
     Args:
       path: Path of the file.
-      batch: Batch whose arrays are of numbers or bools, and whose objects and meta are
-        JSON values: strings, numbers, bools, None, lists, and dicts with string keys.
+      batch: Batch whose arrays are of numbers, bools or times, and whose objects and
+        meta are JSON values: strings, numbers, bools, None, lists, and dicts with
+        string keys.
 
     Raises:
       ValueError: If arrays, objects or meta hold anything else; lists the paths of all
@@ -53,14 +54,19 @@ def load_batch(path: str | os.PathLike[str]) -> Batch:
 
 
 def to_bytes(batch: Batch) -> bytes:
-    """Serializes a batch to the bytes of its file."""
+    """Serializes a batch to the bytes of its file.
+
+    Raises:
+      ValueError: As `save_batch` does.
+    """
     if wrong := [
         f"{name} ({dtype})"
         for name, column in batch.arrays.items()
         if not _is_kept(dtype := _dtype_of(column))
     ]:
         raise ValueError(
-            "A batch can be sent only with arrays of numbers or bools, other than "
+            "A batch can be stored or sent only with arrays of numbers, bools or "
+            "times, other than "
             f"{', '.join(wrong)}. Put strings into `objects`, and random keys as "
             "jax.random.key_data(key)."
         )

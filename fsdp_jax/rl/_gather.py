@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fsdp_jax.rl._batch import Batch
 from fsdp_jax.rl._disk import from_bytes, to_bytes
 
-_HALF = 2**31
+_WORD = 2**31  # what an int32 counts to
 
 
 def all_gather(batch: Batch, mesh: Mesh, axis: str) -> Batch:
@@ -102,8 +102,8 @@ def _exchange(data: bytes, ranks: Sequence[int]) -> list[bytes]:
     own = np.frombuffer(data, np.uint8)
     # Sizes first: an all-gather needs arrays of one shape.
     # In two numbers, since arrays of jax have 32 bits.
-    halves = _all_gather(np.array(divmod(len(own), _HALF), np.int32), ranks)
-    sizes = [high * _HALF + low for high, low in halves.tolist()]
+    halves = _all_gather(np.array(divmod(len(own), _WORD), np.int32), ranks)
+    sizes = [high * _WORD + low for high, low in halves.tolist()]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(own)] = own
     rows = _all_gather(padded, ranks)

@@ -257,15 +257,15 @@ def _within(
 
 def _check_policy(clip: Any, beta: float, has_reference: bool) -> None:
     """Raises a `ValueError` unless the options of `policy_loss` make sense."""
-    bounds = clip if isinstance(clip, (tuple, list)) else ()
+    bounds = clip if hasattr(clip, "__len__") else ()
     wrong = []
-    if len(bounds) != 2 or not all(0 <= bound < math.inf for bound in bounds):
+    if len(bounds) != 2 or not all(bound >= 0 for bound in bounds):
         wrong.append(
             f"clip={clip} must be two numbers of at least 0, how far below and above 1 "
             "the ratio counts, such as (0.2, 0.2)"
         )
     elif bounds[0] > 1:
-        wrong.append(f"clip={clip}: a ratio is at least 0, which is 1 below 1")
+        wrong.append(f"clip={clip}: clip[0] is at most 1, as no ratio is negative")
     if not 0 <= beta < math.inf:
         wrong.append(f"beta={beta} must be a number of at least 0")
     elif (beta > 0) != has_reference:

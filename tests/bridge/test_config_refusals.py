@@ -151,6 +151,11 @@ def _blocks(first: Any) -> dict[str, Any]:
         ),
         (
             "nemotron-nas",
+            _blocks({**searched_layer(2, 8.0), "parallel_blocks": [1]}),
+            "block_configs[0].parallel_blocks + [1]",
+        ),
+        (
+            "nemotron-nas",
             _blocks(searched_layer(2, -1.0)),
             "block_configs[0].ffn.ffn_mult + -1.0",
         ),

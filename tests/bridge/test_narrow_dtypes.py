@@ -67,5 +67,8 @@ def test_infinite_and_largest_numbers_are_cast(dtype):
     cast(found, values, "x")
     np.testing.assert_array_equal(found.astype(np.float32), values)
     check_range(np.array([np.inf]), jnp.dtype("float16"), "x")
+    for wide in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match=facts("1e+39", "float64")):
+            check_range(np.array([1e39]), jnp.dtype(wide), "x")
     with pytest.raises(ValueError, match=facts("'x'", dtype)):
         cast(found, values * 2, "x")

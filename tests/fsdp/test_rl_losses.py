@@ -164,6 +164,14 @@ def test_rewards_are_a_number_for_each_answer():
         fsdp.rl.group_advantages(jnp.zeros((2, 2)), 2)
 
 
+def test_a_side_may_be_without_a_bound():
+    log_probs = jnp.array([[3.0, -3.0]])
+    found = fsdp.rl.policy_loss(
+        log_probs, 0 * log_probs, jnp.ones(1), clip=(0.2, np.inf)
+    )
+    np.testing.assert_allclose(found, -jnp.exp(log_probs))
+
+
 @pytest.mark.parametrize(
     "options, named",
     [
