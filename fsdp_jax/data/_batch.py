@@ -43,6 +43,8 @@ def check_batch(plan: Plan, batch: PyTree, num_microbatches: int) -> None:
             f"{', '.join(scalars)}. Close over what has no rows, or broadcast it."
         )
     num_rows = next(iter(rows.values()))
+    if num_rows == 0:
+        raise ValueError("The batch has 0 rows, whose mean is no loss.")
     ranks = num_devices(plan.mesh, BATCH_AXES)
     # Rows are split over ranks first, and each rank's rows into microbatches.
     if num_rows % (ranks * num_microbatches):

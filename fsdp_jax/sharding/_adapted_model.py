@@ -272,7 +272,10 @@ def _weight(
     target = _target(lora, name)
     shape = tuple(leaf.shape)
     is_trained = any(matches(pattern, name) for pattern in lora.modules_to_save)
-    is_coded = unit != root and len(shape) - num_stacked >= 2 and not is_trained
+    is_matrix = len(shape) - num_stacked >= 2
+    # Codes have one real scale: the weights of other dtypes stay as they are.
+    is_real = jnp.issubdtype(leaf.dtype, jnp.floating)
+    is_coded = unit != root and is_matrix and is_real and not is_trained
     recipe = Recipe(
         name=name,
         shape=shape[num_stacked:],
@@ -319,6 +322,8 @@ def _check(
                 f"'{name}' has {ndim} dims in its unit: say with "
                 "fsdp.lora.LoRATarget(..., num_in=...) how many are inputs"
             )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            wrong.append(f"'{name}' is {leaf.dtype}, and its factors would be real")
         if any(matches(pattern, name) for pattern in lora.modules_to_save):
             wrong.append(f"'{name}' is a target, and in modules_to_save")
         if lora.dropout and unit == root:

@@ -152,7 +152,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
         total, count = _sum_and_count(loss) if form.per_token else (loss, 1)
         is_training = any(s.grad_buffer is not None for s in shards)
         model_state, aux = _written(plan, model, model_state, aux, is_training)
-        total = _checked_loss(total)
+        total, count = _checked_loss(total), _checked_count(count)
         # In the dtype of the sum that it divides: float64 where the loss is.
         return total, (jnp.asarray(count, total.dtype), aux, model_state)
 
@@ -354,6 +354,24 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
         raise ValueError(_no_loss(f"{loss.dtype}{list(loss.shape)}"))
     # It is summed over microbatches and ranks, which would lose digits in bfloat16.
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+
+
+def _checked_count(count: Any) -> Array:
+    try:
+        array = jnp.asarray(count)
+    except (TypeError, ValueError) as error:
+        raise ValueError(_no_count(repr(count))) from error
+    is_real = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)
+    if array.ndim or not (is_real or jnp.issubdtype(array.dtype, jnp.floating)):
+        raise ValueError(_no_count(f"{array.dtype}{list(array.shape)}"))
+    return array
+
+
+def _no_count(returned: str) -> str:
+    return (
+        f"loss_fn returned the count {returned}; it is one real number, that of the "
+        "tokens in the sum. Return mask.sum()."
+    )
 
 
 def _no_loss(returned: str) -> str:

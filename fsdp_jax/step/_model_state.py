@@ -75,7 +75,8 @@ def written_state(before: PyTree, after: PyTree) -> PyTree:
     """Returns the state that the loss left, with its keys as they were before.
 
     Raises:
-      ValueError: If the loss left the model with more or fewer arrays than it had.
+      ValueError: If the loss left the model with more or fewer arrays than it had, or
+        with one of another shape, or of a dtype whose numbers its own does not have.
     """
     had, has = (dict(named_leaves(state)) for state in (before, after))
     if had.keys() != has.keys():
@@ -85,7 +86,37 @@ def written_state(before: PyTree, after: PyTree) -> PyTree:
             f"{', '.join(had.keys() - has.keys()) or 'none'}. Take what was sown out "
             "again (nnx.pop(model, nnx.Intermediate)) and return it with has_aux=True."
         )
-    return jax.tree.map(lambda b, a: b if _is_key(b) else a, before, after)
+    wrong = [
+        f"{name}: {_shown(has[name])}, was {_shown(old)}"
+        for name, old in had.items()
+        if not _is_key(old) and not _may_become(has[name], old)
+    ]
+    if wrong:
+        raise ValueError(
+            "loss_fn wrote arrays of other shapes or dtypes than the model's own: "
+            f"{'; '.join(wrong)}. Write them as they are made, with .astype(...)."
+        )
+    return jax.tree.map(
+        lambda old, new: old if _is_key(old) else jnp.asarray(new, old.dtype),
+        before,
+        after,
+    )
+
+
+def _may_become(new: Any, old: Any) -> bool:
+    """Returns whether a value may be kept in the dtype of the one before."""
+    new = jnp.asarray(new)
+    if new.shape != old.shape:
+        return False
+    for kind in (jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(old.dtype, kind) and jnp.issubdtype(new.dtype, kind):
+            return True
+    return jnp.can_cast(new.dtype, old.dtype, "same_kind")
+
+
+def _shown(leaf: Any) -> str:
+    array = jnp.asarray(leaf)
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def put_updated(plan: Plan, before: PyTree, updated: PyTree) -> PyTree:
@@ -204,6 +235,8 @@ def reduce_state(
     def reduce(old, new, kind, is_new):
         if kind == "kept" or not data_axes:
             return new
+        if kind == "summed" and new.dtype == jnp.bool_:
+            raise ValueError("A Tally of bools has no sum: make it of integers.")
         if kind == "summed":
             return old + lax.psum(new - old, data_axes)
         if new.dtype == jnp.bool_:

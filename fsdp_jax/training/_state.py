@@ -160,6 +160,8 @@ def init_state(
     def rest(params, key, model_state, opt_state):
         if model_state is None:
             _, model_state = plan.model.split(trace_model(plan.make_model, key))
+        # A step returns them strongly typed, and would be compiled for both types.
+        model_state = jax.tree.map(_strongly_typed, model_state)
         zero = jnp.zeros((), jnp.int32)
         # Copied, since the state is donated and must not delete the caller's key.
         key = jax.random.wrap_key_data(
@@ -184,6 +186,12 @@ def init_state(
     if plan.config.offload and plan.config.offload.params:
         params = jax.device_put(params, sharding_of(abstract.params))
     return TrainState(made, params, opt_state, *others)
+
+
+def _strongly_typed(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.lax.convert_element_type(leaf, leaf.dtype)
 
 
 def _pack_each(plan: Plan, params: PyTree) -> PyTree:
