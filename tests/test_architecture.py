@@ -45,7 +45,8 @@ ROOMS = [
 ]
 # The same for bridge, whose packages are a row each.
 BRIDGE_ROWS = [
-    {"box", "compat", "local_path", "new_directory", "report", "tree", "reorder"},
+    {"box", "cast", "compat", "local_path", "new_directory", "report", "reorder"}
+    | {"tree"},
     {"models", "formats"},
     {"rules"},
     {"families", "adapt", "streaming"},
