@@ -1,4 +1,4 @@
-"""Casts between floating dtypes that lose no number."""
+"""Casts to narrower floating dtypes that make no number infinite."""
 
 import numpy as np
 from jax import numpy as jnp

@@ -67,8 +67,8 @@ SEQUENCE_PARALLEL = "sequence_parallel"
 EXPERT_DISPATCH = "expert_dispatch"
 """Scope of the tokens that are sent to experts of other ranks, and of their results."""
 
+# `bridge.models`, which cannot import this, writes the same name.
 _ROWS = "rows_of_experts"
-# `bridge.models`, which cannot import this, has the same name.
 
 
 def rows_of_experts(chosen: int, padded: int) -> str:

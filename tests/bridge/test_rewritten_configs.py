@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
-import helpers.nemotron_nas  # noqa: F401
+import helpers.nemotron_nas  # noqa: F401  (makes it known to transformers)
 import pytest
 from tiny_configs import VARIANTS, hf_fields
 from transformers import CONFIG_MAPPING

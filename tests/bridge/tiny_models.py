@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
-import helpers.nemotron_nas  # noqa: F401
+import helpers.nemotron_nas  # noqa: F401  (makes it known to transformers)
 import numpy as np
 import torch
 from tiny_configs import SIZES, hf_fields

@@ -22,7 +22,9 @@ import fsdp_jax as fsdp
 from bridge.models import Decoder, DecoderConfig, DecoderLayer, MoEConfig
 from fsdp_jax.planner._comm_table import SentRow, sent_grid
 from fsdp_jax.planner._compile import compile_scheduled
+from fsdp_jax.planner._flops import product_flops
 from fsdp_jax.planner._gpu import GPUS
+from fsdp_jax.planner.liveness._operations import Operation, Program, Value
 
 pytestmark = pytest.mark.plan
 
@@ -152,6 +154,43 @@ def test_model_flops_of_experts_are_those_of_the_rows_that_tokens_chose(factor):
     layer = 4 * width**2 + 16 * width + 3 * 3 * width * 96
     a_token = 6 * (2 * layer + 500 * width) + 12 * 2 * width * seq
     assert found == pytest.approx(a_token * rows * seq, rel=1e-2)
+
+
+def test_each_row_of_a_product_by_groups_is_in_one_product():
+    """Forward, for the gradient of the rows, and for that of the matrices."""
+    rows, matrices = jnp.zeros((40, 6)), jnp.zeros((3, 6, 10))
+    sizes = jnp.array([30, 10, 0], jnp.int32)
+
+    def product(rows, matrices):
+        return jax.lax.ragged_dot(rows, matrices, sizes)
+
+    def both_gradients(rows, matrices, grad):
+        return jax.vjp(product, rows, matrices)[1](grad)
+
+    found = [
+        product_flops(Program((), (), operations_of(made)))
+        for made in (
+            jax.make_jaxpr(product)(rows, matrices),
+            jax.make_jaxpr(both_gradients)(rows, matrices, jnp.zeros((40, 10))),
+        )
+    ]
+    each = 2 * 40 * 6 * 10
+    # jax computes the product as well before it is differentiated.
+    assert found[0] == each and found[1] in (2 * each, 3 * each)
+
+
+def operations_of(made) -> tuple[Operation, ...]:
+    return tuple(
+        Operation(
+            eqn.primitive.name,
+            tuple(Value(v.aval.shape, v.aval.dtype) for v in eqn.invars),
+            tuple(Value(v.aval.shape, v.aval.dtype) for v in eqn.outvars),
+            "",
+            eqn.params,
+        )
+        for eqn in made.jaxpr.eqns
+        if eqn.primitive.name.startswith("ragged_dot")
+    )
 
 
 CONFIGURATIONS = {
