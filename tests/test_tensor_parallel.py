@@ -65,6 +65,8 @@ CASES = {
     "gemma4": Case({"tp": 2}, {"vocab_size": 132}, whole=("k_proj",)),
     # An indexer that selects keys.
     "deepseek_v32": Case({"tp": 2}, whole=("q_a_proj", "indexer")),
+    # One that selects blocks of keys, for each key head by itself.
+    "minimax_m3": Case({"tp": 2}, {"vocab_size": 132}, whole=("indexer",)),
 }
 
 

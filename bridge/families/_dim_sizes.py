@@ -69,6 +69,8 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
         sizes["reusing_mlp"] = sharing.intermediate_size
     if (indexer := config.indexer) is not None:
         sizes |= {"index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
+    if (blocks := config.block_indexer) is not None:
+        sizes |= {"index_heads": blocks.num_heads, "index_dim": blocks.head_dim}
     return sizes
 
 

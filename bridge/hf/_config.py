@@ -21,6 +21,7 @@ from bridge.hf._unread import (
 )
 from bridge.models import (
     AltUpConfig,
+    BlockIndexerConfig,
     DecoderConfig,
     DeltaNetConfig,
     FullAttentionConfig,
@@ -42,6 +43,7 @@ _PARTS = {
     "moe": MoEConfig,
     "mla": MLAConfig,
     "indexer": IndexerConfig,
+    "block_indexer": BlockIndexerConfig,
     "full_attention": FullAttentionConfig,
     "kv_sharing": KVSharingConfig,
     "per_layer_input": PerLayerInputConfig,

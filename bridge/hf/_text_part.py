@@ -17,16 +17,19 @@ MULTIMODAL = frozenset(
     glm4v_moe glmasr got_ocr2 granite_docling granite_speech granite_speech_plus
     hyperclovax_vision_v2 idefics2 idefics3 instructblip instructblipvideo internvl
     janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next llava_next_video
-    llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 moss_transcribe_diarize
-    musicflamingo nemotron_h_omni omniasr ovis2 perception_lm pp_chart2table qianfan_ocr
-    qwen2_5_omni qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5
-    qwen3_5_moe qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
-    shieldgemma2 smolvlm vibevoice_asr video_llama_3 video_llava vipllava voxtral
+    llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3
+    moss_transcribe_diarize musicflamingo nemotron_h_omni omniasr ovis2 perception_lm
+    pp_chart2table qianfan_ocr qwen2_5_omni qwen2_5_omni_thinker qwen2_5_vl qwen2_audio
+    qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker
+    qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm vibevoice_asr video_llama_3 video_llava
+    vipllava voxtral
     """.split()
 )
 # Multimodal models whose published files have the fields of the text part beside those
 # of the others.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+# Text parts of published files that do not say their model_type.
+_UNNAMED = {"minimax_m3_vl": "minimax_m3_vl_text"}
 # How three positions of an image share the rotary dims; those of texts are equal.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -100,7 +103,8 @@ def _text_of(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return None
     if isinstance(text, Mapping):
-        return text
+        named = {"model_type": _UNNAMED[model_type]} if model_type in _UNNAMED else {}
+        return {**named, **text}
     if isinstance(model_type, str) and model_type in _FLAT:
         return {**fields, "model_type": _FLAT[model_type]}
     return None

@@ -10,6 +10,9 @@ from bridge.models._attention_choice import KernelChoice as KernelChoice
 from bridge.models._attention_choice import WantedKernel as WantedKernel
 from bridge.models._attention_choice import choose_attention as choose_attention
 from bridge.models._attention_kernel import AttentionKernel as AttentionKernel
+from bridge.models._block_indexer_config import (
+    BlockIndexerConfig as BlockIndexerConfig,
+)
 from bridge.models._cache import empty_cache as empty_cache
 from bridge.models._config import DecoderConfig as DecoderConfig
 from bridge.models._constant_paths import constant_paths as constant_paths

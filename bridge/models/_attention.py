@@ -155,7 +155,7 @@ def attend(
     key: Float[Array, "batch keys kv_heads head_dim"],
     value: Float[Array, "batch keys kv_heads v_head_dim"],
     scale: float,
-    mask: Bool[Array, "#batch 1 seq keys"],
+    mask: Bool[Array, "#batch #kv_heads seq keys"],
     softcap: float | None,
     sinks: Float[Array, " heads"] | None,
 ) -> Float[Array, "batch seq heads v_head_dim"]:
@@ -168,7 +168,8 @@ def attend(
       key: Keys, possibly more than queries.
       value: Values.
       scale: Factor of the scores.
-      mask: True where a query attends to a key; at least one key per query.
+      mask: True where a query attends to a key, by key heads or of all; at least one
+        key per query.
       softcap: Bound of the scores; None for no bound.
       sinks: Score per head that takes part in the softmax; None for no sinks.
 

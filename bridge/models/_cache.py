@@ -79,7 +79,7 @@ def key_values(
 def _indexed_key_values(
     config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
 ) -> IndexedKeyValues:
-    sizes = config.indexer
+    sizes = config.indexer or config.block_indexer
     assert sizes is not None
     return IndexedKeyValues(
         key_values(config, dims, slots, dtype),
@@ -165,7 +165,7 @@ def attend_cached(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     first: Slots | None = None,
-    selected: Bool[Array, "batch seq keys"] | None = None,
+    selected: Bool[Array, "batch #kv_heads seq keys"] | None = None,
 ) -> tuple[Float[Array, "batch seq heads v_head_dim"], KeyValues]:
     """Writes new tokens to the cache, and attends from each to the tokens up to it.
 
@@ -179,7 +179,8 @@ def attend_cached(
       softcap: Bound of the scores; None for no bound.
       sinks: Score per head that takes part in the softmax; None for no sinks.
       first: First slot that each query attends to; None for 0.
-      selected: Slots that each query attends to; None for all of them.
+      selected: Slots that each query attends to, by key heads or of all; None for all
+        slots.
 
     Returns:
       Weighted averages of the values, and the cache with the new tokens.
@@ -187,8 +188,8 @@ def attend_cached(
     rows = jnp.arange(slots.shape[0])[:, None]
     key = cache.key.at[rows, slots].set(new.key)
     value = cache.value.at[rows, slots].set(new.value)
-    mask = visible_slots(slots, key.shape[1], window, first)
-    mask = (mask if selected is None else mask & selected)[:, None]
+    mask = visible_slots(slots, key.shape[1], window, first)[:, None]
+    mask = mask if selected is None else mask & selected
     mixed = attend(query, key, value, scale, mask, softcap, sinks)
     return mixed, KeyValues(key, value)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._config_consistency import inconsistencies
-from bridge.models._decoder_fields import DecoderFields
+from bridge.models._decoder_fields import BLOCK_SPARSE, DecoderFields
 from bridge.models._layer_kinds import (
     Channels,
     LayerBlock,
@@ -49,6 +49,9 @@ class DecoderConfig(DecoderFields):
       hidden_act: Activation of the MLP.
       gated_mlp: Whether the activation multiplies a second projection.
       mlp_bias: Whether the MLP's projections have biases.
+      swiglu_limit: Bound on the inputs of the gated activation of dense and shared
+        MLPs, as in `MoEConfig` of experts; None for the plain activation.
+      swiglu_alpha: Factor in its sigmoid; set if and only if `swiglu_limit` is.
       attention_bias: Whether the q, k and v projections have biases.
       attention_out_bias: Whether the o projection has a bias.
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
@@ -77,6 +80,8 @@ class DecoderConfig(DecoderFields):
         attend to all keys.
       shared_indexer_layers: Indices of layers without an indexer, which attend to the
         keys that the last one before them selected.
+      block_indexer: Sizes of the indexer of `block_sparse_attention` layers, which
+        selects the blocks of keys that queries attend to; None without such layers.
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
@@ -180,6 +185,7 @@ class DecoderConfig(DecoderFields):
         channels |= dict.fromkeys(self.mixer_only_layers)
         indexed = set() if self.indexer is None else set(layers)
         indexed -= set(self.shared_indexer_layers)
+        indexed |= {i for i in layers if types[i] == BLOCK_SPARSE}
         own = self.full_attention is not None
         sharing = self.kv_sharing
         first_reusing = len(layers) - (sharing.num_layers if sharing else 0)

@@ -8,6 +8,7 @@ MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
 
 _PARTS = {
+    "block_sparse_attention": "block_indexer",
     "short_conv": "short_conv",
     "delta_net": "delta_net",
     "mamba": "mamba",
@@ -50,7 +51,8 @@ def inconsistencies(config: DecoderFields) -> list[str]:
             f"mla: num_key_value_heads {kv_heads} and head_dim {config.head_dim} "
             f"must be {heads} and {config.mla.qk_head_dim}"
         )
-    wrong += _inconsistent_indexers(config) + _inconsistent_sharing(config)
+    wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
+    wrong += _inconsistent_sharing(config)
     wrong += _inconsistent_streams(config)
     return wrong + _inconsistent_layers(config)
 
@@ -74,6 +76,30 @@ def _inconsistent_indexers(config: DecoderFields) -> list[str]:
             f"shared_indexer_layers {outside}: behind the first layer, and of the "
             f"{config.num_hidden_layers} layers"
         )
+    return wrong
+
+
+def _inconsistent_blocks(config: DecoderFields) -> list[str]:
+    if (indexer := config.block_indexer) is None:
+        return []
+    wrong, kv_heads = [], config.num_key_value_heads
+    if config.mla is not None or config.indexer is not None:
+        wrong.append("block_indexer: neither beside mla nor indexer")
+    if kv_heads % indexer.num_heads:
+        wrong.append(
+            f"num_key_value_heads {kv_heads} is not a multiple of "
+            f"block_indexer.num_heads {indexer.num_heads}, each of which selects for "
+            "as many key heads"
+        )
+    if indexer.head_dim < config.rope_dim:
+        wrong.append(
+            f"block_indexer.head_dim {indexer.head_dim} is below the "
+            f"{config.rope_dim} dims that rotate"
+        )
+    beside = ("alibi_bias_max", "kv_sharing", "full_attention")
+    wrong += [
+        f"block_indexer: not beside {name}" for name in beside if getattr(config, name)
+    ]
     return wrong
 
 
@@ -124,6 +150,10 @@ def _inconsistent_streams(config: DecoderFields) -> list[str]:
 
 def _inconsistent_features(config: DecoderFields) -> list[str]:
     wrong = []
+    if (config.swiglu_limit is None) != (config.swiglu_alpha is None):
+        wrong.append("swiglu_limit and swiglu_alpha are set together, or neither")
+    if config.swiglu_limit is not None and not config.gated_mlp:
+        wrong.append("swiglu_limit: gated_mlp is not set")
     if config.moe and config.hidden_act == "xielu":
         wrong.append("hidden_act 'xielu': experts have no learned activation")
     if config.moe and config.moe.expert_bias and not config.gated_mlp:

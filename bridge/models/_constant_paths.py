@@ -1,5 +1,6 @@
 """Paths of parameters that no gradient trains."""
 
+from bridge.models._block_sparse_attention import block_indexer_paths
 from bridge.models._config import DecoderConfig
 from bridge.models._indexed_attention import indexer_paths
 from bridge.models._xielu import activation_constants
@@ -16,4 +17,5 @@ def constant_paths(config: DecoderConfig) -> tuple[str, ...]:
     """
     scales = tuple(f"{stack.path}.layer_scalar" for stack in config.layer_stacks)
     own = scales if config.layer_scale else ()
-    return activation_constants(config) + indexer_paths(config) + own
+    indexers = indexer_paths(config) + block_indexer_paths(config)
+    return activation_constants(config) + indexers + own

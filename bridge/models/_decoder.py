@@ -124,7 +124,8 @@ class Decoder(nnx.Module):
         batch_parts: int = 1,
     ):
         """Initializes all weights; under `nnx.eval_shape`, only their shapes."""
-        if config.indexer is not None and positions is not positions_in_order:
+        indexer = config.indexer or config.block_indexer
+        if indexer is not None and positions is not positions_in_order:
             raise ValueError(
                 "indexer: it selects among all keys of a row, and these positions are "
                 "of a part of each row. Use cp=1."

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from bridge.models._altup_config import AltUpConfig
+from bridge.models._block_indexer_config import BlockIndexerConfig
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._full_attention_config import FullAttentionConfig
 from bridge.models._indexer_config import IndexerConfig
@@ -22,6 +23,7 @@ LayerType = Literal[
     "full_attention",
     "sliding_attention",
     "chunked_attention",
+    "block_sparse_attention",
     "short_conv",
     "delta_net",
     "mamba",
@@ -29,6 +31,9 @@ LayerType = Literal[
     "attention_mamba",
     "none",
 ]
+BLOCK_SPARSE: LayerType = "block_sparse_attention"
+"""Type of layers whose queries attend to the blocks that an indexer selects."""
+
 Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer", "layer_zero_centered"]
 NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
 Activation = Literal[
@@ -59,6 +64,8 @@ class DecoderFields:
     hidden_act: Activation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: Literal["head", "per_head", "full", "l2"] | None = None
@@ -77,6 +84,7 @@ class DecoderFields:
     kv_sharing: KVSharingConfig | None = None
     indexer: IndexerConfig | None = None
     shared_indexer_layers: tuple[int, ...] = ()
+    block_indexer: BlockIndexerConfig | None = None
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
     mamba: MambaConfig | None = None

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from bridge.models._attention import Attention
+from bridge.models._block_sparse_attention import BlockSparseAttention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
@@ -76,6 +77,8 @@ def make_attention(
     make, full = LatentAttention if config.mla else SelfAttention, config.full_attention
     if config.indexer is not None:
         make = partial(IndexedAttention, indexes=kind.indexes)
+    elif kind.indexes:
+        make = BlockSparseAttention
     elif full is not None and kind.is_full:
         make = partial(SelfAttention, shared_key_value=full.shared_key_value)
     if config.kv_sharing is not None:

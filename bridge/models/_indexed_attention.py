@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from bridge.models._attention import Window, attend, causal_mask
 from bridge.models._cache import Slots, attend_cached, visible_slots
@@ -130,7 +130,7 @@ class IndexedAttention(LatentAttention):
         selected, new = before, KeyValues(key, value)
         if isinstance(cache, KeyValues):
             out, cache = attend_cached(
-                query, new, cache, slots, scale=self.scale, selected=selected
+                query, new, cache, slots, scale=self.scale, selected=_of_all(selected)
             )
             return self.o_proj(out), cache, selected
         assert self.indexer is not None
@@ -141,10 +141,16 @@ class IndexedAttention(LatentAttention):
             mask = visible_slots(slots, keys.shape[1])
             latent = self._query_latent(x)
             selected = self.indexer.select(x, latent, keys, tables, mask)
+        of_heads = _of_all(selected)
         out, attended = attend_cached(
-            query, new, cache.attention, slots, scale=self.scale, selected=selected
+            query, new, cache.attention, slots, scale=self.scale, selected=of_heads
         )
         return self.o_proj(out), IndexedKeyValues(attended, keys), selected
+
+
+def _of_all(selected: Selected | None) -> Bool[Array, "batch 1 seq keys"] | None:
+    """Returns the keys as those of all heads alike."""
+    return None if selected is None else selected[:, None]
 
 
 def select_all(x: Array, keys: int) -> SelectedStream:
@@ -168,6 +174,6 @@ def indexer_paths(config: DecoderConfig) -> tuple[str, ...]:
     return tuple(
         f"{stack.path}.self_attn.indexer.{name}"
         for stack in config.layer_stacks
-        if stack.kind.indexes
+        if stack.kind.indexes and config.indexer is not None
         for name in names
     )

@@ -84,8 +84,9 @@ def run_attention(
       inputs: What it reads beside `x`.
     """
     own, window = inputs.tables, inputs.window
-    if isinstance(cache, KeyValues) and inputs.slots is not None:
-        return MixerOutput(*attention.extend(x, own, cache, inputs.slots, window))
+    slots = inputs.slots
+    if slots is not None and isinstance(cache, KeyValues | IndexedKeyValues):
+        return MixerOutput(*attention.extend(x, own, cache, slots, window))
     return MixerOutput(attention(x, own, inputs.segment_ids, window), cache)
 
 

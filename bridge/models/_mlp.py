@@ -32,6 +32,21 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
 """
 
 
+def clamped_swiglu(gate: Array, up: Array, limit: float, alpha: float) -> Array:
+    """Returns `(up + 1) * gate * sigmoid(alpha * gate)` of bounded inputs.
+
+    Args:
+      gate: Values of the gate, bounded from above.
+      up: Values that it multiplies, bounded from both sides.
+      limit: The bound.
+      alpha: Factor in the sigmoid.
+
+    Source: transformers `modeling_gpt_oss.py::GptOssExperts`.
+    """
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(gate * alpha)
+
+
 class MLP(nnx.Module):
     """Dense MLP: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 
@@ -70,6 +85,7 @@ class MLP(nnx.Module):
         learned = config.hidden_act == "xielu"
         self.xielu = XIELU(param_dtype=param_dtype) if learned else None
         self.activation = config.hidden_act
+        self.clamp = config.swiglu_limit, config.swiglu_alpha
         self.cut = None
         if sparsity is not None:
             self.cut = statistics.NormalDist().inv_cdf(sparsity)
@@ -79,13 +95,21 @@ class MLP(nnx.Module):
         self, x: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq embed"]:
         """Applies the MLP to each token."""
-        activation = self.xielu or ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            inside = activation(self.up_proj(x))
+            inside = self._activation()(self.up_proj(x))
         else:
             gate = scale_by(self.gate_proj(x), self.multipliers.gate)
-            inside = activation(self._largest(gate)) * self.up_proj(x)
+            inside = self._gated(self._largest(gate), self.up_proj(x))
         return scale_by(self.down_proj(inside), self.multipliers.down)
+
+    def _activation(self) -> Callable[[Array], Array]:
+        return self.xielu or ACTIVATIONS[self.activation]
+
+    def _gated(self, gate: Array, up: Array) -> Array:
+        limit, alpha = self.clamp
+        if limit is None or alpha is None:
+            return self._activation()(gate) * up
+        return clamped_swiglu(gate, up, limit, alpha)
 
     def _largest(
         self, gate: Float[Array, "batch seq mlp"]

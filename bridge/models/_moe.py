@@ -16,7 +16,7 @@ from bridge.models._expert_split import ExpertKernels, is_split, run_split, spli
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
 from bridge.models._linear import Linear
-from bridge.models._mlp import ACTIVATIONS, MLP
+from bridge.models._mlp import ACTIVATIONS, MLP, clamped_swiglu
 from bridge.models._moe_norms import MoENorms
 from bridge.models._router import Router
 from bridge.models._router_stats import RouterStats, router_stats
@@ -183,8 +183,7 @@ class Experts(nnx.Module):
         limit, alpha = self.moe.swiglu_limit, self.moe.swiglu_alpha
         if limit is None or alpha is None:
             return ACTIVATIONS[self.activation](gate) * up
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return (up + 1) * gate * jax.nn.sigmoid(gate * alpha)
+        return clamped_swiglu(gate, up, limit, alpha)
 
 
 def _halves(

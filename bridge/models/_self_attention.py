@@ -13,7 +13,7 @@ from bridge.models._attention import Attention, Window
 from bridge.models._cache import Slots, attend_cached
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
-from bridge.models._layer_state import KeyValues
+from bridge.models._layer_state import IndexedKeyValues, KeyValues
 from bridge.models._linear import Linear
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
@@ -106,22 +106,23 @@ class SelfAttention(nnx.Module):
         self,
         x: Float[Array, "batch seq embed"],
         tables: PositionTables,
-        cache: KeyValues,
+        cache: KeyValues | IndexedKeyValues,
         slots: Slots,
         window: Window = None,
-    ) -> tuple[Float[Array, "batch seq embed"], KeyValues]:
+    ) -> tuple[Float[Array, "batch seq embed"], KeyValues | IndexedKeyValues]:
         """Attends from new tokens, which follow those in a cache.
 
         Args:
           x: Normed hidden states of the new tokens.
           tables: Tables of their positions.
-          cache: KV cache of this layer.
+          cache: KV cache of this layer; with keys of an indexer if it has one.
           slots: Cache slot of each new token: its position.
           window: Attention window of this layer; None for the one of all layers.
 
         Returns:
           Attention output, and the cache with the new tokens.
         """
+        assert isinstance(cache, KeyValues)
         query, key, value = self._project(x, tables)
         new = KeyValues(key, value)
         options = {**self._score_options(window), "first": tables.chunk_start}

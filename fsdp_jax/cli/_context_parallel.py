@@ -91,6 +91,11 @@ def check_context(
             f"cp={cp}: an indexer selects {config.indexer.num_selected} keys of a row, "
             "and each rank would know those of its part. Use cp=1."
         )
+    if config.block_indexer is not None:
+        raise ValueError(
+            f"cp={cp}: an indexer selects {config.block_indexer.num_blocks} blocks of "
+            "a row, and each rank would know those of its part. Use cp=1."
+        )
     ropes = (config.rope, config.sliding_rope)
     if any(rope is not None and rope.rope_type == "longrope" for rope in ropes):
         raise ValueError(

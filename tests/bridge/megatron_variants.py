@@ -56,6 +56,7 @@ WITHOUT = {
     "internlm3": "dynamic",
     "hunyuan": "qk_norm_after_rope",
     "minimax_m2": "qk_norm",
+    "minimax_m3": "block_indexer",
 }
 """Those that have none, and one of the reasons."""
 

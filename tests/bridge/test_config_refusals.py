@@ -13,6 +13,7 @@ import bridge
 TURNED_IN_PART = {
     *("sarvam_moe", "solar_open", "bamba"),
     *("phi", "phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"),
+    "minimax_m3_vl_text",
     *("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 }
 # Whose files do not have the field: learned positions, ALiBi, no positions, no

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from bridge_helpers import load_model, logits_of
-from tiny_configs import SIZES
+from tiny_configs import MINIMAX_M3, SIZES
 from tiny_models import randomize
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
@@ -69,6 +69,11 @@ _HALF = _MROPE | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 TEXTS: dict[str, dict[str, Any]] = {
     "glm46v": {"rope_parameters": _HALF},
+    "minimax_m3_vl": {
+        **MINIMAX_M3,
+        # transformers reads it of `rope_parameters` alone here.
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "glm4v": {"rope_parameters": _MROPE},
     "glm4v_moe": {"rope_parameters": _HALF, "n_routed_experts": 4, **_EXPERTS},
     "qwen2_5_omni_thinker": {"rope_parameters": _MROPE},
@@ -90,6 +95,7 @@ KINDS = {"mistral3": "ministral3"}
 MOST_UNLIKE = (
     *("aya_vision", "blip-2", "exaone4_5", "gemma3", "glm4v", "glm4v_moe", "glmasr"),
     *("granite_speech", "internvl", "lfm2_vl", "llava", "minicpmv4_6", "mistral3"),
+    "minimax_m3_vl",
     *("nemotron_h_omni", "qwen2_audio", "qwen3_asr", "qwen3_omni_moe_thinker"),
 )
 OTHERS = (

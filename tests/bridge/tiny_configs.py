@@ -39,6 +39,22 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [1.5, 3.0, 9.0],
 }
+MINIMAX_M3 = {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    # Of ten blocks of a text of 40 tokens two are seen, one of them its own.
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LATENT = {
     "num_key_value_heads": 4,
@@ -636,6 +652,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rotary_dim": 8,
         **TWO,
+    },
+    "minimax_m3": {"model_type": "minimax_m3_vl_text", **MINIMAX_M3},
+    # Both bounds are met.
+    "minimax_m3-clamped": {
+        "model_type": "minimax_m3_vl_text",
+        **MINIMAX_M3,
+        "swiglu_limit": 0.02,
     },
     "lfm2": {
         "model_type": "lfm2",

@@ -50,6 +50,8 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "value_norm": (False, "it does not norm values"),
     "layer_scale": (False, "its layers have no scale"),
     "indexer": (None, "its sparse attention is not modelled"),
+    "block_indexer": (None, "its attention to blocks of keys is not modelled"),
+    "swiglu_limit": (None, "its dense MLPs clamp nothing"),
     "attention_gate": (False, "its heads have no gate"),
     "short_conv": (None, "its short convolutions are not modelled"),
     "delta_net": (None, "its delta nets are not modelled"),
