@@ -234,6 +234,20 @@ def nvfp4(random, name, shape, dtype) -> Written:
     return Written(tensors, rounded(shape, value, dtype))
 
 
+def mxfp8(random, name, shape, dtype) -> Written:
+    """Model Optimizer's MXFP8: a power of two scales 32 inputs, the last ones fewer."""
+    codes = random.uniform(-4, 4, shape).astype(E4M3)
+    powers = random.integers(110, 130, (shape[0], -(-shape[1] // 32))).astype(np.uint8)
+    tensors = {f"{name}.weight": codes, f"{name}.weight_scale": powers}
+
+    def value(o: int, i: int) -> np.float32:
+        return np.float32(codes[o, i]) * np.float32(
+            2.0 ** (int(powers[o, i // 32]) - 127)
+        )
+
+    return Written(tensors, rounded(shape, value, dtype))
+
+
 def packed(
     random, name, shape, dtype, *, bits=4, group=16, asymmetric=False, shuffled=False
 ) -> Written:

@@ -133,6 +133,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer, np.dtype]] = {
     ),
     "NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, writers.nvfp4, BF16),
     "NVFP4 beside fp8": (MIXED, writers.nvfp4, F32),
+    "MXFP8": (MODELOPT | {"quant_algo": "MXFP8"}, writers.mxfp8, BF16),
     "fp8 of tensors": (
         TENSOR_FP8,
         part(writers.plain, codes=E4M3, scale="weight_scale_inv", **WHOLE),
@@ -276,8 +277,11 @@ def test_weights_of_one_checkpoint_may_be_of_four_bits_or_of_eight(tmp_path):
     random = np.random.default_rng(0)
     four = writers.nvfp4(random, "a", (8, 32), BF16)
     eight = writers.plain(random, "b", (8, 32), BF16, codes=E4M3, **WHOLE)
-    source = opened(tmp_path, four.tensors | eight.tensors, MIXED)
-    assert set(source.keys()) == {"a.weight", "b.weight"}
+    blocks = writers.mxfp8(random, "c", (8, 64), BF16)
+    tensors = four.tensors | eight.tensors | blocks.tensors
+    source = opened(tmp_path, tensors, MIXED)
+    assert set(source.keys()) == {"a.weight", "b.weight", "c.weight"}
+    np.testing.assert_array_equal(source.read("c.weight"), blocks.values)
     np.testing.assert_array_equal(source.read("a.weight"), four.values)
     np.testing.assert_array_equal(source.read("b.weight"), eight.values)
 
@@ -301,6 +305,8 @@ def without(written: Written, part: str) -> dict[str, np.ndarray]:
         ("FBGEMM", ".weight"),
         ("NVFP4", ".weight"),
         ("NVFP4", "weight_scale"),
+        ("MXFP8", ".weight"),
+        ("MXFP8", "weight_scale"),
         ("torchao Int4Tensor", "w._weight_scale"),
     ],
 )
@@ -323,6 +329,7 @@ SHAPES = [
     ("int8", "weight_scale", ["(47, 1)", "(48, 64)"]),
     ("FBGEMM", "weight_scale", ["(47, 1)", "(48, 64)"]),
     ("NVFP4", "weight_scale", ["(47, 4)", "(48, 64)"]),
+    ("MXFP8", "weight_scale", ["(47, 2)", "(48, 64)"]),
     ("torchao Int8Tensor", "_scale", ["(47, 4)", "(48, 64)"]),
 ]
 

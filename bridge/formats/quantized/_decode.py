@@ -25,6 +25,7 @@ from bridge.formats.quantized._fp8 import find_fp8
 from bridge.formats.quantized._fp8_scale import find_fp8_scale
 from bridge.formats.quantized._gptq import checkpoint_format, find_gptq
 from bridge.formats.quantized._mxfp4 import find_mxfp4
+from bridge.formats.quantized._mxfp8 import find_mxfp8
 from bridge.formats.quantized._nvfp4 import find_nvfp4, unmodelled_algorithms
 from bridge.formats.quantized._recent import Recent
 from bridge.formats.quantized._torchao import find_torchao
@@ -195,15 +196,16 @@ def _find(source: Source, quantization: Settings, dtype: np.dtype) -> Found:
 
 
 def _find_modelopt(source: Source, quantization: Settings, dtype: np.dtype) -> Found:
-    """Finds the weights of Model Optimizer, some of which may be fp8, others NVFP4."""
+    """Finds the weights of Model Optimizer: fp8, NVFP4 and MXFP8 side by side."""
     fours = find_nvfp4(source, dtype)
     names = [*fours.weights, *(key.removesuffix("_scale_2") for key in fours.wrong)]
-    eights = find_fp8_scale(
-        source, quantization, dtype, {f"{name}_scale" for name in names}
-    )
+    scales = {f"{name}_scale" for name in names}
+    blocks = find_mxfp8(source, dtype, scales)
+    scales |= {f"{name}_scale" for name in blocks.weights} | set(blocks.wrong)
+    eights = find_fp8_scale(source, quantization, dtype, scales)
     return Found(
-        {**eights.weights, **fours.weights},
-        {**eights.wrong, **fours.wrong},
+        {**eights.weights, **blocks.weights, **fours.weights},
+        {**eights.wrong, **blocks.wrong, **fours.wrong},
         eights.unused,
     )
 

@@ -24,7 +24,7 @@ from bridge.formats.quantized._weight import Found
 
 _GROUP = 16  # inputs that share a scale
 _FACTOR = ".weight_scale_2"
-_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
+_ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4")
 _MIXED = "MIXED_PRECISION"
 
 
