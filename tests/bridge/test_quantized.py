@@ -306,7 +306,6 @@ def without(written: Written, part: str) -> dict[str, np.ndarray]:
         ("NVFP4", ".weight"),
         ("NVFP4", "weight_scale"),
         ("MXFP8", ".weight"),
-        ("MXFP8", "weight_scale"),
         ("torchao Int4Tensor", "w._weight_scale"),
     ],
 )
