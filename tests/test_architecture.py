@@ -25,7 +25,7 @@ PACKAGES = ("fsdp_jax", "bridge")
 ROOMS = [
     {"box", "compat", "jaxpr", "local_path", "option_types", "quiet_import"}
     | {"report", "scopes", "streams", "tp_shards", "tree"},
-    {"launch", "lora", "rl"},
+    {"launch", "lora", "rl", "hlo"},
     {"sharding"},
     {"data", "ops"},
     {"step"},
@@ -35,7 +35,6 @@ ROOMS = [
     {"checkpoint"},
     {"resharding"},
     {"replay"},
-    {"hlo"},
     {"planner"},
     {"audit"},
     {"notebook"},

@@ -243,6 +243,12 @@ def test_ranks_that_do_not_divide_heads_or_widths_are_named_with_both():
         assert name in str(error.value)
 
 
+@pytest.mark.parametrize("place", ["inptu", None, 5])
+def test_an_activation_of_no_place_is_refused(place):
+    with pytest.raises(ValueError, match=facts("sequence_parallel", place, "'input'")):
+        fsdp.ops.sequence_parallel(jnp.ones((2, 4, 8)), place)
+
+
 def test_rows_that_tp_does_not_divide_are_refused(llama):
     step = fsdp.make_train_step(llama.plan, next_token_loss, TX)
     odd = jax.ShapeDtypeStruct((ROWS, SEQ + 2), jnp.int32)

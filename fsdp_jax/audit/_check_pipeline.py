@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 from fsdp_jax.audit._mismatch import Difference, observed
 from fsdp_jax.hlo._program import CommunicatedArray
 from fsdp_jax.sharding._plan import Plan
+from fsdp_jax.training._stage_check import ALIGNED, stalling
+
+_OF_ROWS = (
+    "send by an all-gather or all-to-all among the devices of a stage; of rows over "
+    "cp, by all_gather_attention or ulysses_attention"
+)
 
 
 def in_stages(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Difference]:
-    """Yields collectives of all devices inside a branch that one stage takes.
-
-    A collective among the devices of one stage is safe there. But a collective-permute
-    has no replica groups in XLA: all devices of the mesh must run it, or none.
-    """
+    """Yields collectives of all devices inside a branch that one stage takes."""
     if plan.mesh.shape["pp"] == 1:
         return
-    for one in arrays:
-        is_of_all = one.op == "collective-permute" or "pp" in (one.axes or ())
-        if one.is_in_branch and is_of_all:
-            yield Difference(
-                f"{one.op} in {one.scope.strip('/') or 'no scope'}",
-                "a stage in its turn waits for no other",
-                observed(one),
-                "send by an all-gather or all-to-all among the devices of a stage; of "
-                "rows over cp, by all_gather_attention or ulysses_attention",
-            )
+    for one in stalling(arrays):
+        over_tp = one.axes == ("tp",)
+        yield Difference(
+            f"{one.op} in {one.scope.strip('/') or 'no scope'}",
+            "a stage in its turn waits for no other",
+            observed(one),
+            ALIGNED if over_tp else _OF_ROWS,
+        )

@@ -32,7 +32,20 @@ class Speeds:
     gpus_per_node: Unset[int] = None
 
     def apply(self, gpu: str) -> GPU:
-        """Returns the GPU of that name, with these figures."""
+        """Returns the GPU of that name, with these figures.
+
+        Raises:
+          ValueError: If a figure is not above zero, or no GPU has the name.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        given = {name: getattr(self, name) for name in names}
+        wrong = [
+            f"--{name.replace('_', '-')} {value}: above 0"
+            for name, value in given.items()
+            if value is not None and not value > 0
+        ]
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}.")
         scaled = {
             "flops": (self.tflops, 1e12),
             "memory_bandwidth": (self.memory_gbs, 1e9),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jax import lax
@@ -12,10 +12,13 @@ from jaxtyping import Array, Float
 
 from fsdp_jax._scopes import SEQUENCE_PARALLEL
 
+Place = Literal["embeddings", "tokens", "input", "output", "logits"]
+"""Where in a decoder an activation is."""
+
 
 def sequence_parallel(
     x: Float[Array, "batch seq features"],
-    place: Literal["embeddings", "tokens", "input", "output", "logits"],
+    place: Place,
     *,
     axis: str = "tp",
 ) -> Float[Array, "batch seq features"]:
@@ -42,11 +45,17 @@ def sequence_parallel(
       `x`, resharded.
 
     Raises:
-      ValueError: If the ranks do not divide the tokens of a row.
+      ValueError: If `place` is none of these, or the ranks do not divide the tokens of
+        a row.
 
     Source: Korthikanti et al., arXiv 2205.05198; Megatron-LM
       `tensor_parallel/mappings.py::gather_from_sequence_parallel_region`.
     """
+    if place not in get_args(Place):
+        raise ValueError(
+            f"sequence_parallel(place={place!r}): it is one of "
+            f"{', '.join(map(repr, get_args(Place)))}."
+        )
     ranks = ranks_to_split(axis)
     if ranks == 1:
         return x

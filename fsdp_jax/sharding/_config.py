@@ -111,9 +111,9 @@ class FSDPConfig:
         Parameters are then `{"base", "lora"}`, see `add_lora` and `merge_lora`.
       tensor_parallel: Path pattern -> the dim that is split over the mesh axis `tp`,
         counted in the unit's own slice of the weight (`{"layers.*.up.kernel": 1}`; -1
-        is the last). If data axes find no other dim, or would need padding, both split
-        this one. A single dim that they do not divide together is split over data axes
-        alone; the plan shows it.
+        is the last; the first pattern that a path matches). If data axes find no other
+        dim, or would need padding, both split this one. A single dim that they do not
+        divide together is split over data axes alone; the plan shows it.
       expert_parallel: Path pattern -> the dim that counts experts, counted in the same
         way (`{"layers.*.experts": 0}`). It is split over the mesh axis `ep`: each rank
         there computes with its own experts only, which are gathered, and their

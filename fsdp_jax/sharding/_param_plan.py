@@ -171,8 +171,8 @@ class ParamPlan:
 
     def num_elements(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
         """Returns its elements on one device if split over `axes`, padding included."""
-        shape = self.padded_shape if axes else self.shape
-        return math.prod(self.split.on_device(mesh, shape, axes))
+        split = self.split if axes else dataclasses.replace(self.split, padding=0)
+        return math.prod(split.on_device(mesh, split.padded(self.shape), axes))
 
     def stored_bytes(self, mesh: Mesh) -> int:
         """Returns its bytes on one device as stored, padding included."""

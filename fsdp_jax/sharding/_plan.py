@@ -293,6 +293,12 @@ def _replicated_over_tp(plan: Plan) -> list[str]:
     ]
 
 
+def _is_in_parts(plan: Plan, param: ParamPlan) -> bool:
+    """Returns whether ranks of `tp` or `pp` store different parts of a parameter."""
+    over_tp = param.split.tensor_dim is not None and plan.mesh.shape["tp"] > 1
+    return over_tp or (param.is_staged and plan.mesh.shape["pp"] > 1)
+
+
 def _summary(plan: Plan) -> list[str]:
     sizes = plan.bytes_per_device
     axes = ", ".join(f"{a}={n}" for a, n in plan.mesh.shape.items() if n > 1)
@@ -346,13 +352,17 @@ def _exceptions(plan: Plan) -> list[str]:
             f"padded, since no dim divides: {len(padded)}, "
             f"{format_bytes(padding_bytes(plan.mesh, padded))} of zeros a device"
         )
-    replicated = [
-        param.name
+    unsplit = [
+        param
         for param in plan.param_plans
         if not (param.placements.optimizer or param.is_expert)
     ]
+    in_parts = [p.name for p in unsplit if _is_in_parts(plan, p)]
+    replicated = [p.name for p in unsplit if p.name not in in_parts]
     if replicated and plan.mesh.size > 1:
         lines.append(f"replicated on every device: {', '.join(replicated)}")
+    if in_parts and axes_in_use(plan.mesh, DATA_AXES):
+        lines.append(f"replicated over data axes: {', '.join(in_parts)}")
     if names := _replicated_over_tp(plan):
         lines.append(f"replicated over tp: {', '.join(names)}")
     return lines

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
+from jax.interpreters import ad, batching
 from jaxtyping import Array
 
 from fsdp_jax._scopes import FSDP_STACK
@@ -141,6 +142,19 @@ def scan_stages(
 def _shapes_of(*_: Any, stack: Stack, jaxpr: Any) -> list[Any]:
     del jaxpr
     return [ShapedArray(s.shape, s.dtype) for s in stack.shapes]
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    """Refuses a transform around the scan, of which no stage runs the layers."""
+    raise ValueError(
+        "fsdp.scan of the stack that pp splits is within jax.vmap, jax.grad or "
+        "jax.jvp. Call it in the loss itself, in no transform; a batch of inputs is "
+        "one array."
+    )
+
+
+batching.primitive_batchers[STACK] = _refuse
+ad.primitive_jvps[STACK] = _refuse
 
 
 def unless_padding(unit: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,6 +65,13 @@ class LossForm:
     has_aux: bool = False
     per_token: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuses what is no boolean, such as "no", which is true."""
+        given = {"has_aux": self.has_aux, "calculate_per_token_loss": self.per_token}
+        wrong = [f"{k}={v!r}" for k, v in given.items() if not isinstance(v, bool)]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: True or False.")
+
 
 def takes_key(loss_fn: LossFn) -> bool:
     """Returns whether the loss takes a key: an argument `key` that is not bound.

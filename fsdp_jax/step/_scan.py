@@ -126,6 +126,16 @@ def scan(
     return run(unit, stacked, carry, xs, consts, runs=runs)
 
 
+def _pair(made: Any) -> tuple[PyTree, PyTree]:
+    """Returns what a unit made, if it is a carry and a `y`."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(
+            f"The unit given to fsdp.scan returns a {type(made).__name__}, and not "
+            "(carry, y): return (x, None) to stack nothing."
+        )
+    return made
+
+
 def _scan_stages(
     run: Callable[..., tuple[PyTree, PyTree]],
     param: ParamPlan,
@@ -176,7 +186,7 @@ def _scan(
 ) -> tuple[PyTree, PyTree]:
     def stateful(weights, *args, **static):
         before = values_of(written_state(weights))
-        carry, y = unit(weights, *args, **static)
+        carry, y = _pair(unit(weights, *args, **static))
         # Dropout counters and BatchNorm statistics leave the loop as stacked outputs.
         return carry, (y, changed_since(before, written_state(weights)))
 

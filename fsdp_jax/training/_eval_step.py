@@ -18,6 +18,7 @@ from fsdp_jax.step._model_state import check_call
 from fsdp_jax.training._call_check import ParamsWatch
 from fsdp_jax.training._cpu_sync import settle
 from fsdp_jax.training._gradients import global_loss
+from fsdp_jax.training._stage_check import StageWatch
 
 
 def make_eval_step(
@@ -50,7 +51,7 @@ def make_eval_step(
     form = LossForm(has_aux, calculate_per_token_loss)
     compute = jax.jit(global_loss(plan, loss_fn, form))
     needs_key = takes_key(loss_fn)
-    watch = ParamsWatch(plan)
+    watch, stages = ParamsWatch(plan), StageWatch(plan)
 
     def evaluate(params, batch, *, key=None, model_state=None):
         watch.look(params)
@@ -60,6 +61,7 @@ def make_eval_step(
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
         with own_mesh(plan.mesh):
+            stages.look(compute, params, batch, key, given)
             loss, aux = settle(plan.mesh, compute(params, batch, key, given))
         return {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
 

@@ -27,6 +27,7 @@ from fsdp_jax.training._grad_check import raise_if_not_finite
 from fsdp_jax.training._gradients import global_grads
 from fsdp_jax.training._loss_scale import LossScale
 from fsdp_jax.training._memory_check import MemoryWatch
+from fsdp_jax.training._stage_check import StageWatch
 from fsdp_jax.training._state import TrainState, abstract_state
 from fsdp_jax.training._step_function import StepOptions, step_function
 from fsdp_jax.training._update import make_update
@@ -89,7 +90,7 @@ def value_and_grad(
         return value, unpack(grads)
 
     compute = jax.jit(logical, out_shardings=(None, shardings))
-    watch = ParamsWatch(plan)
+    watch, stages = ParamsWatch(plan), StageWatch(plan)
 
     def fn(params, batch, *, key=None, model_state=None):
         watch.look(params)
@@ -99,6 +100,7 @@ def value_and_grad(
         given = plan.model_state if model_state is None else model_state
         batch = place_batch(plan, batch)
         with own_mesh(plan.mesh):
+            stages.look(compute, params, batch, key, given)
             outputs = settle(plan.mesh, compute(params, batch, key, given))
         (value, new_state, _), grads = outputs
         return value if model_state is None else (*value, new_state), grads
@@ -136,9 +138,11 @@ class TrainStep:
         default_factory=lambda: itertools.count(1), repr=False
     )
     _states: StateWatch = dataclasses.field(init=False, repr=False)
+    _stages: StageWatch = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_states", StateWatch(self.abstract))
+        object.__setattr__(self, "_stages", StageWatch(self.plan))
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
         """Runs one step; the old state is donated.
@@ -160,6 +164,7 @@ class TrainStep:
         report_progress(f"call {next(self._calls)} {TRAIN_STEP}")
         with own_mesh(self.plan.mesh):
             self.watch.look(self.jitted, state, batch)
+            self._stages.look(self.jitted, state, batch)
             # `state` is deleted by donation from here on.
             new, metrics = settle(self.plan.mesh, self.jitted(state, batch))
         self._states.keep(new)

@@ -171,7 +171,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--mesh", "cp=4", "--seq", "36"), "--seq 36: cp=4 splits the tokens"),
         (("--mesh", "cp=2,pp=2"), "Use --cp-form all_gather or ulysses"),
         (("--remat", "attention"), "--remat attention saves the outputs"),
-        (("--tflops", "-1"), "takes no flops=-1"),
+        (("--tflops", "-1"), "--tflops -1"),
         (("--sweep", "--zero", "2"), "leave out --mesh, --zero"),
         (("--gpus", "-4"), "must be at least 1, got -4"),
         (("--gpus", "12"), "12 GPUs are neither a part of a node of 8"),

@@ -220,6 +220,14 @@ def test_a_loss_that_returns_something_else_is_refused(plan, loss, has_aux, says
         step(make_state(plan), X)
 
 
+@pytest.mark.parametrize("name", ["has_aux", "calculate_per_token_loss"])
+def test_a_word_is_no_form_of_a_loss(plan, name):
+    makers = (fsdp.value_and_grad, fsdp.make_eval_step)
+    for make in (*makers, lambda *args, **how: fsdp.make_train_step(*args, TX, **how)):
+        with pytest.raises(ValueError, match=facts(f"{name}='no'", "True", "False")):
+            make(plan, loss_fn, **{name: "no"})
+
+
 class Model(nnx.Module):
     def __init__(self, width, rngs):
         self.linear = nnx.Linear(width, width, rngs=rngs)

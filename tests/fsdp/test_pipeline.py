@@ -447,6 +447,112 @@ def test_an_audit_finds_what_a_stage_would_wait_for_without_end():
         fsdp.audit_step(plan, compiled)
 
 
+FUSED = {"layers.up": 1, "layers.down": 0}
+
+
+def fused_layer(w, x, whole):
+    """Cuts a product over `tp` at a place that is no border of its ranks' parts."""
+    hidden = x @ w["up"]
+    if whole:
+        spec = jax.sharding.PartitionSpec()
+        hidden = jax.lax.with_sharding_constraint(hidden, spec)
+    heads = jnp.split(hidden, [16, 24], axis=-1)
+    query, key, value = (y.reshape(*y.shape[:2], -1, 4) for y in heads)
+    key, value = jnp.repeat(key, 2, axis=2), jnp.repeat(value, 2, axis=2)
+    mixed = jax.nn.dot_product_attention(query, key, value)
+    return x + mixed.reshape(*x.shape[:2], -1) @ w["down"], None
+
+
+def make_fused(key):
+    up = 0.1 * jax.random.normal(key, (4, EMBED, 32))
+    return {"layers": {"up": up, "down": 0.1 * jnp.ones((4, 16, EMBED))}}
+
+
+def fused_loss(weights, batch, whole=False):
+    x = jax.nn.one_hot(batch["tokens"], EMBED)
+    run = functools.partial(fused_layer, whole=whole)
+    return jnp.tanh(fsdp.scan(run, weights["layers"], x)[0]).mean()
+
+
+def test_a_program_in_which_a_stage_would_wait_without_end_is_not_run():
+    config = fsdp.FSDPConfig(tensor_parallel=FUSED)
+    mesh = fsdp.make_mesh(pp=2, tp=2)
+    plan = fsdp.fully_shard(make_fused, mesh, [STACK], config)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    state = fsdp.init_state(plan, TX, params)
+    says = facts("collective-permute", "tp", "with_sharding_constraint")
+    step = fsdp.make_train_step(plan, fused_loss, TX, num_microbatches=2)
+    with pytest.raises(ValueError, match=says):
+        step(state, batch())
+    with pytest.raises(ValueError, match=says):
+        fsdp.value_and_grad(plan, fused_loss, num_microbatches=2)(params, batch())
+    # What the message says to do.
+    whole = functools.partial(fused_loss, whole=True)
+    step = fsdp.make_train_step(plan, whole, TX, num_microbatches=2)
+    loss = step(state, batch())[1]["loss"]
+    alone = fused_loss(make_fused(jax.random.key(0)), batch())
+    assert abs(float(loss) - float(alone)) < 1e-6
+
+
+def test_transforms_around_the_stack_are_refused():
+    def batched(weights, batch):
+        def one(x):
+            return fsdp.scan(plain_layer, weights["layers"], x)[0]
+
+        return jax.vmap(one)(jnp.ones((2, 8, EMBED))).mean()
+
+    def differentiated(weights, batch):
+        def total(x):
+            return fsdp.scan(plain_layer, weights["layers"], x)[0].sum()
+
+        return jax.grad(total)(jnp.ones((8, EMBED))).mean()
+
+    def plain_layer(w, x):
+        return x @ w["w"], None
+
+    def make(key):
+        return {"layers": {"w": jnp.ones((4, EMBED, EMBED))}}
+
+    for loss in (batched, differentiated):
+        with pytest.raises(
+            ValueError, match=facts("fsdp.scan", "jax.vmap", "jax.grad")
+        ):
+            refused(loss, make)
+
+
+def test_a_unit_that_returns_no_pair_is_refused():
+    def loss(weights, batch):
+        x = weights["embed"][batch["tokens"]]
+        return fsdp.scan(lambda w, x: x, weights["layers"], x)[0].mean()
+
+    for pp in (1, 2):
+        plan = fsdp.fully_shard(make_weights, fsdp.make_mesh(pp=pp), [STACK])
+        step = fsdp.make_train_step(plan, loss, TX)
+        with pytest.raises(ValueError, match=facts("fsdp.scan", "(carry, y)")):
+            step.lower(fsdp.abstract_state(plan, TX), batch())
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "stored"), [(3, 2, 2), (3, 8, 1), (5, 4, 2)]
+)
+def test_a_plan_counts_the_layers_that_pad_a_stage(layers, stages, stored):
+    def make(key):
+        return {"layers": {"w": jnp.ones((layers, 16, 16))}, "head": jnp.ones((16, 4))}
+
+    devices = jax.devices()[:stages]
+    mesh = fsdp.make_mesh(pp=stages, devices=devices)
+    plan = fsdp.fully_shard(make, mesh, [STACK])
+    params = fsdp.init_params(plan, jax.random.key(0))
+    state = fsdp.init_state(plan, optax.sgd(0.1), params)
+    (weights,) = jax.tree.leaves(state.params["layers"])
+    assert weights.addressable_shards[0].data.nbytes == stored * 1024
+    head = 16 * 4 * 4
+    assert plan.bytes_per_device["params"] == stored * 1024 + head
+    lines = str(plan).splitlines()
+    (line,) = [line for line in lines if line.startswith("replicated")]
+    assert line.endswith(": head")
+
+
 def test_slices_of_another_number_of_layers_are_refused():
     def loss(weights, batch):
         x = weights["embed"][batch["tokens"]]
