@@ -79,15 +79,16 @@ def gptq(
     out, inputs = shape
     count = -(-inputs // group)
     codes = random.integers(0, 1 << bits, (inputs, out))
-    # The highest zero point of the first format is one more than a code can be.
-    zeros = random.integers(0, 1 << bits, (count, out)) + (not v2)
+    # The first format stores 0 less 1, which is the largest code.
+    zeros = random.integers(0, 1 << bits, (count, out))
+    zeros[0, :2] = 0, (1 << bits) - 1
     scales = random.uniform(0.01, 0.1, (count, out)).astype(np.float16)
     groups = (np.arange(inputs) // group).astype(np.int32)
     if shuffled:
         groups = random.permutation(groups)
     tensors = {
         f"{name}.qweight": pack(codes, bits, 0),
-        f"{name}.qzeros": pack(zeros - (not v2), bits, 1),
+        f"{name}.qzeros": pack((zeros - (not v2)) % (1 << bits), bits, 1),
         f"{name}.scales": scales,
         f"{name}.g_idx": groups,
     }

@@ -9,18 +9,42 @@ Source: AutoGPTQ `nn_modules/qlinear/qlinear_cuda.py`, GPTQModel
 `nn_modules/qlinear/__init__.py` and `utils/model.py`.
 """
 
+import dataclasses
+
 import numpy as np
 
+from bridge._box import Box
 from bridge.formats._source import Source
 from bridge.formats.quantized._codes import Packed, Plain
 from bridge.formats.quantized._scaled import ScaledWeight
 from bridge.formats.quantized._weight import Found, Settings
 
 FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to the zero points that a format stores."""
+"""What is added to the zero points that a format stores, modulo the codes."""
 
 _BITS = (2, 3, 4, 8)
 _PARTS = ("qweight", "qzeros", "scales")
+
+
+@dataclasses.dataclass(frozen=True)
+class _ZeroPoints:
+    """Matrix of zero points, packed along the outputs.
+
+    Args:
+      name: Name of the stored tensor.
+      bits: Bits of each.
+      shift: What is added to each; 0 less 1 was stored as the largest code.
+    """
+
+    name: str
+    bits: int
+    shift: int
+
+    def read(self, source: Source, box: Box) -> np.ndarray:
+        """Reads the region of a box."""
+        stored = Packed(self.name, self.bits, dim=1).read(source, box)
+        mask = np.uint8((1 << self.bits) - 1)
+        return (stored + np.uint8(self.shift)) & mask
 
 
 def checkpoint_format(settings: Settings) -> str:
@@ -59,8 +83,9 @@ def find_gptq(source: Source, settings: Settings, dtype: np.dtype) -> Found:
             codes=Packed(f"{name}.qweight", bits, dim=0),
             scales=Plain(f"{name}.scales"),
             block=(block, 1),
-            zeros=Packed(f"{name}.qzeros", bits, dim=1),
-            zero_shift=FORMATS[checkpoint_format(settings)],
+            zeros=_ZeroPoints(
+                f"{name}.qzeros", bits, FORMATS[checkpoint_format(settings)]
+            ),
             groups=groups,
             transposed=True,
         )
