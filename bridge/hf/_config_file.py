@@ -56,14 +56,21 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _settled(fields: dict[str, Any], weights: Path, prefix: str = "") -> dict[str, Any]:
-    """Returns fields whose text part says whether a head is stored, if two differ."""
+    """Returns fields whose text part says whether a head is stored.
+
+    Where two fields differ, and where there is none: classes around a text part tie by
+    default that of which the part's own class does not.
+    """
     text = fields.get("text_config")
     if not isinstance(text, Mapping):
         return fields
-    if {fields.get(_TIED), text.get(_TIED)} != {True, False}:
+    said = {fields.get(_TIED), text.get(_TIED)}
+    if said not in ({True, False}, {None}):
         return fields
     stored = any(
         key.startswith(prefix) and key.endswith(_HEAD)
         for key in open_checkpoint(weights).keys()
     )
+    if stored and said == {None}:
+        return fields
     return {**fields, "text_config": {**text, _TIED: not stored}}

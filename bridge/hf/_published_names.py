@@ -91,12 +91,15 @@ def nearest_mapping(
       multimodal: Whether names of other parts than the text part are left out.
     """
 
-    def unlike(mapping: WeightMapping) -> tuple[int, int, int]:
+    def unlike(mapping: WeightMapping) -> tuple[int, ...]:
         expected = mapping.by_source().keys()
         found = names_in_family(keys, mapping, config, multimodal=multimodal)
         names = set(found.values())
-        # What the file has weighs more: adapters have a part of the names.
-        return len(names - expected), len(expected - names), len({*keys} ^ expected)
+        known = len(names & expected)
+        # What the file has weighs more: adapters have a part of the names, and of a
+        # multimodal model names that are not known count for nothing.
+        missing = len(expected - names), len({*keys} ^ expected)
+        return -known, len(names - expected), *(missing if known else ())
 
     return min(mappings, key=unlike)
 

@@ -4,7 +4,14 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 
 from bridge.pytorch._torch_layers import TorchLayer
 from bridge.pytorch._tree_layers import TreeLayer, kind_of_names
@@ -90,13 +97,45 @@ def _without_wrappers(path: str) -> str:
 
 
 def _equal(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Match]:
-    """Pairs layers whose canonical name is unique on each side."""
+    """Pairs layers whose canonical name is unique on each side.
+
+    In doubt, if the two lists that they are in count otherwise: of the layers 0, 2 and
+    4 of a `Sequential`, those that another framework calls 0, 1 and 2, 2 is not 2.
+    """
     left, right = _by_name(theirs), _by_name(ours)
+    of_left, of_right = _numbers(left), _numbers(right)
     return [
-        Match(layers[0], other[0])
+        Match(
+            layers[0],
+            other[0],
+            _if_counted_otherwise(of_left[_any(name)], of_right[_any(name)]),
+        )
         for name, layers in left.items()
         if len(layers) == 1 == len(other := right.get(name, []))
     ]
+
+
+def _any(name: str) -> str:
+    """Returns a name with its last number left out."""
+    return re.sub(r"(^|\.)\d+(?!.*\.\d)(?=\.|$)", r"\1{}", name)
+
+
+def _numbers(names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
+    """Returns the last numbers of names, in order, by the name without them."""
+    found: dict[str, set[int]] = collections.defaultdict(set)
+    for name in names:
+        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+        found[_any(name)].update(map(int, numbers[-1:]))
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+
+
+def _if_counted_otherwise(
+    theirs: tuple[int, ...], ours: tuple[int, ...]
+) -> tuple[str, ...]:
+    if theirs == ours:
+        return ()
+    left, right = (", ".join(map(str, numbers)) for numbers in (theirs, ours))
+    return (f"in a list of {left} in PyTorch, of {right} in the tree",)
 
 
 def _prefixes(found: Sequence[Match]) -> frozenset[str]:

@@ -81,6 +81,16 @@ def check_absent(path: Path, option: str) -> None:
     check_creatable(path, option)
 
 
+def check_tolerance(tolerance: float) -> None:
+    """Raises a `ValueError` unless a share is a number of at least 0.
+
+    Args:
+      tolerance: Value of `--tolerance`.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"--tolerance {tolerance:g} must be at least 0.")
+
+
 def require(module: str, purpose: str) -> ModuleType:
     """Imports an optional package.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import bridge
 import bridge.pytorch
+import fsdp_jax as fsdp
 
 _KINDS = ("exp_avg", "exp_avg_sq", "master")
 
@@ -64,4 +65,9 @@ def _sources(path: Path) -> dict[str, bridge.Source]:
         shards = bridge.pytorch.open_verl(path)
         held = {kind: getattr(shards.optimizer, kind, None) for kind in _KINDS}
         return {"": shards.source} | {k: s for k, s in held.items() if s is not None}
+    if fsdp.latest_step(path) is not None:
+        raise ValueError(
+            f"--tensor: '{path}' is a checkpoint of fsdp-jax, whose arrays are read by "
+            "fsdp.load. Write it as a file of weights first: fsdp-jax export."
+        )
     return {"": bridge.open_checkpoint(path)}

@@ -60,7 +60,7 @@ def is_jsonl(file: Path) -> bool:
     Args:
       file: File of `--data`.
     """
-    return file.suffix.lower() in (".jsonl", ".ndjson")
+    return format_of(file.name) in (".jsonl", ".ndjson")
 
 
 def has_records(file: Path) -> bool:

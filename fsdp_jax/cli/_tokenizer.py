@@ -67,13 +67,16 @@ class ModelTokenizer:
       file: File `tokenizer.json`.
 
     Raises:
-      ValueError: If the package that reads it is not installed.
+      ValueError: If the package that reads it is not installed, or the file is none.
     """
 
     def __init__(self, file: Path):
         """Reads the file."""
         package = require("tokenizers", "--tokenizer model")
-        self._tokenizer = package.Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = package.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises no other class
+            raise ValueError(f"'{file}' is no tokenizer: {error}") from error
         # Some files say how inference cuts and pads: we do that, or nobody.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -14,6 +14,7 @@ from jaxtyping import Integer
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._dataset import check_folder, dataset_name
+from fsdp_jax.cli._dataset_layout import SUFFIXES, format_of
 from fsdp_jax.cli._tables import check_table, is_table
 from fsdp_jax.cli._tokenizer import check_vocab, open_codec
 
@@ -42,8 +43,11 @@ class Tokens:
         return np.concatenate(pieces)[::step]
 
 
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+
+
 def check_files(files: Sequence[Path], option: str = "--data") -> None:
-    """Raises a `ValueError` that lists every file that is absent or empty.
+    """Raises a `ValueError` that lists every file that is absent, empty or compressed.
 
     Folders are checked as data sets; ids of the hub when they are read.
 
@@ -55,6 +59,11 @@ def check_files(files: Sequence[Path], option: str = "--data") -> None:
     wrong = [f"'{f}' is not there" for f in files if not f.exists()]
     wrong += [f"'{f}' is not a file" for f in files if f.exists() and not f.is_file()]
     wrong += [f"'{f}' is empty" for f in files if f.is_file() and not f.stat().st_size]
+    wrong += [
+        f"'{f}' is compressed: only records are read so, such as .jsonl.gz"
+        for f in files
+        if f.suffix.lower() in _COMPRESSED and format_of(f.name) not in SUFFIXES
+    ]
     if wrong or not entries:
         raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")
     for entry in entries:

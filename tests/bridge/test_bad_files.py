@@ -184,3 +184,11 @@ def test_integers_in_place_of_weights_are_refused(checkpoint, refused):
         ValueError, match=facts("model.norm.weight", "int32", "float32")
     ):
         bridge.load_hf(checkpoint, like)
+
+
+@pytest.mark.parametrize("held", [{}, {"stranger": np.ones(3, np.float32)}])
+def test_what_a_file_lacks_has_the_names_of_its_own_family(checkpoint, held):
+    write_llama(checkpoint, tensors=held)
+    like = like_of(bridge.from_hf_config(checkpoint))
+    with pytest.raises(ValueError, match=facts("model.embed_tokens.weight")):
+        bridge.load_hf(checkpoint, like)

@@ -207,6 +207,25 @@ def test_a_dim_of_one_for_no_dim_is_in_doubt():
     assert row.doubts
 
 
+def test_lists_that_count_otherwise_are_in_doubt():
+    linears = [torch.nn.Linear(6, 6, bias=False) for _ in range(3)]
+    relu = torch.nn.ReLU()
+    net = torch.nn.Sequential(linears[0], relu, linears[1], relu, linears[2])
+
+    class Net(nnx.Module):
+        def __init__(self, count, rngs):
+            made = [nnx.Linear(6, 6, use_bias=False, rngs=rngs) for _ in range(count)]
+            self.layers = nnx.List(made)
+
+    def doubts(theirs, count):
+        like = nnx.eval_shape(lambda: Net(count, nnx.Rngs(0)))
+        rows = bridge.propose_rules(theirs, like).rows
+        return [any("0, 2, 4" in doubt for doubt in row.doubts) for row in rows]
+
+    assert doubts(net, 3) == [True, True]
+    assert doubts(torch.nn.Sequential(*linears), 3) == [False] * 3
+
+
 def test_no_name_is_matched_by_its_shape():
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5)})
     like = nnx.eval_shape(lambda: nnx.Dict(b=nnx.Linear(3, 5, rngs=nnx.Rngs(0))))

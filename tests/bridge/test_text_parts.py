@@ -163,6 +163,17 @@ def test_files_say_whether_a_head_is_tied_where_two_fields_differ(
     assert bridge.from_hf_config(file).tie_word_embeddings is not around
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_files_say_whether_a_head_is_tied_where_no_field_does(tmp_path, head):
+    path = disagreeing(tmp_path / "model", head=head, around=True, speaks=False)
+    fields = json.loads((path / "config.json").read_text())
+    del fields["tie_word_embeddings"], fields["text_config"]["tie_word_embeddings"]
+    (path / "config.json").write_text(json.dumps(fields))
+    config = bridge.from_hf_config(path)
+    assert config.tie_word_embeddings is not head
+    assert ("lm_head" in bridge.load_hf(path, like_of(config))) is head
+
+
 def test_exaone_4_5_names_its_text_part_as_it_was_published():
     text = SIZES | {
         "model_type": "exaone4_5_text",

@@ -1,6 +1,7 @@
 """The stream of batches: every token once an epoch, and on from any point."""
 
 import dataclasses
+import gzip
 import hashlib
 import json
 from pathlib import Path
@@ -11,7 +12,9 @@ from helpers.errors import facts
 
 from fsdp_jax.cli._data import make_batches, position, with_batch
 from fsdp_jax.cli._data_config import DataConfig
-from fsdp_jax.cli._tokens import Tokens, fingerprint, read_tokens
+from fsdp_jax.cli._records import has_records, read_records
+from fsdp_jax.cli._tokenizer import ModelTokenizer
+from fsdp_jax.cli._tokens import Tokens, check_files, fingerprint, read_tokens
 from fsdp_jax.data import HostShard
 
 IDS = np.arange(50, dtype=np.uint32)  # 7 rows of 7 and 1; the first is predicted never
@@ -152,3 +155,22 @@ def test_rows_go_on_where_they_were_in_batches_of_another_size():
         state, before = position(stream), batch
     np.testing.assert_array_equal(np.concatenate(seen), rows)
     assert with_batch(state, 3, 3) == state
+
+
+@pytest.mark.torch
+def test_a_damaged_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=facts("tokenizer.json'")):
+        ModelTokenizer(tmp_path / "tokenizer.json")
+
+
+def test_compressed_text_is_no_text_and_compressed_records_are_records(tmp_path):
+    record = json.dumps({"text": "to be"}) + "\n"
+    for name in ("text.txt.gz", "records.jsonl.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(record.encode()))
+    with pytest.raises(ValueError, match=facts("--data", "text.txt.gz'", ".jsonl.gz")):
+        check_files([tmp_path / "text.txt.gz"])
+    check_files([tmp_path / "records.jsonl.gz"])
+    assert has_records(tmp_path / "records.jsonl.gz")
+    (found,) = read_records(tmp_path / "records.jsonl.gz", None)
+    assert found.text == "to be"

@@ -116,3 +116,8 @@ def test_inspect_prints_one_tensor(megatron, tmp_path, capsys):
     assert "shape: [131, 48]" in capsys.readouterr().out
     assert main(["inspect", path, "--tensor", "lm_head.wait"]) == 2
     assert "lm_head.weight" in capsys.readouterr().err
+
+
+def test_a_tensor_of_a_run_is_read_once_it_is_exported(trained, capsys):
+    assert main(["inspect", str(trained.save), "--tensor", "norm.scale"]) == 2
+    assert "fsdp-jax export" in capsys.readouterr().err

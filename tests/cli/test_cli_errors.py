@@ -307,6 +307,13 @@ def test_weights_of_more_bits_than_the_config_says_are_compared_as_they_are(
     assert main(["compare", str(path), str(path), "--devices", "1"]) == 0
 
 
+@pytest.mark.parametrize("value", ["-1", "nan"])
+def test_a_tolerance_is_a_share(trained, value, capsys):
+    files = [str(trained.metrics)] * 2
+    assert main(["diff-metrics", *files, "--tolerance", value]) == 2
+    assert f"--tolerance {value} must" in capsys.readouterr().err
+
+
 def test_losses_apart_have_status_1(trained, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     lines = [json.loads(line) for line in trained.metrics.read_text().splitlines()]

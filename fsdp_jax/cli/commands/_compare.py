@@ -16,7 +16,7 @@ from jaxtyping import Float32, Int
 import fsdp_jax as fsdp
 from bridge.models._positions import check_length
 from fsdp_jax.cli._decoder import plan_decoder
-from fsdp_jax.cli._errors import CheckFailed, require
+from fsdp_jax.cli._errors import CheckFailed, check_tolerance, require
 from fsdp_jax.cli._model_source import Origin, open_any, read_config
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 
@@ -97,6 +97,7 @@ class Compare:
         """Prints how far they are apart; fails if that is above the tolerance."""
         if self.seq < 1:
             raise ValueError(f"--seq {self.seq} must be at least 1.")
+        check_tolerance(self.tolerance)
         devices = self.where.pick()
         ours = open_any(self.checkpoint, self.step, ignore_fields=self.ignore_field)
         check_length(ours.config, self.seq, f"--seq {self.seq}")

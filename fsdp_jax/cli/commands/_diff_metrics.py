@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from fsdp_jax._report import text_table
-from fsdp_jax.cli._errors import CheckFailed
+from fsdp_jax.cli._errors import CheckFailed, check_tolerance
 from fsdp_jax.cli._metrics import read_losses
 
 
@@ -29,6 +29,7 @@ class DiffMetrics:
 
     def run(self) -> None:
         """Prints the table and the largest difference."""
+        check_tolerance(self.tolerance)
         first, second = read_losses(self.first), read_losses(self.second)
         common = sorted(first.keys() & second.keys())
         if not common:
