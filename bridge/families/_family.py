@@ -177,14 +177,17 @@ class Family:
         """
         held = set(keys)
 
-        def unlike(mapping: WeightMapping) -> tuple[int, int, int]:
+        def unlike(mapping: WeightMapping) -> tuple[int, ...]:
             expected = mapping.by_source()
             others = [
                 key
                 for key in held.intersection(expected)
                 if shape is not None and shape(key) != expected[key][0].source_shape
             ]
-            # What the file has weighs more: adapters have a part of the names.
-            return len(held - expected.keys()), len(expected.keys() - held), len(others)
+            # What the file has weighs more: adapters have a part of the names. The
+            # family's own come first, and are those of a file without any known one.
+            known = len(held & expected.keys())
+            missing = len(expected.keys() - held), len(others)
+            return -known, len(held - expected.keys()), *(missing if known else ())
 
         return min(self.mappings(config), key=unlike)

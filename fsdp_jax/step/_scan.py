@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 
