@@ -1,7 +1,8 @@
 """MPT: ALiBi, layer norms without biases, an MLP without a gate.
 
 transformers computes MLPs of four times the width, and adds no biases, whatever the
-file says of either; models that say otherwise are refused.
+file says of either; models that say otherwise are refused. It takes 8 for
+`alibi_bias_max` too; a file that says another is computed as the release's code does.
 
 Source: transformers `configuration_mpt.py`, `modeling_mpt.py`.
 """
