@@ -21,9 +21,11 @@ from bridge.hf._unread import (
 )
 from bridge.models import (
     AltUpConfig,
+    CompressedAttentionConfig,
     DecoderConfig,
     DeltaNetConfig,
     FullAttentionConfig,
+    HyperConnectionsConfig,
     IndexerConfig,
     KVSharingConfig,
     Mamba1Config,
@@ -42,6 +44,8 @@ _PARTS = {
     "moe": MoEConfig,
     "mla": MLAConfig,
     "indexer": IndexerConfig,
+    "compressed_attention": CompressedAttentionConfig,
+    "hyper_connections": HyperConnectionsConfig,
     "full_attention": FullAttentionConfig,
     "kv_sharing": KVSharingConfig,
     "per_layer_input": PerLayerInputConfig,

@@ -1,7 +1,9 @@
 """Paths of parameters that no gradient trains."""
 
+from bridge.models._compressed_attention import entry_indexer_paths
 from bridge.models._config import DecoderConfig
 from bridge.models._indexed_attention import indexer_paths
+from bridge.models._token_experts import token_expert_paths
 from bridge.models._xielu import activation_constants
 
 
@@ -9,11 +11,13 @@ def constant_paths(config: DecoderConfig) -> tuple[str, ...]:
     """Returns the paths of constants of activations and layers, and of indexers.
 
     For `FSDPConfig(frozen=...)`; empty without either. An indexer selects keys, which
-    is not differentiable.
+    is not differentiable. A table of the experts of each token is such a constant.
 
     Args:
       config: Config of the decoder.
     """
     scales = tuple(f"{stack.path}.layer_scalar" for stack in config.layer_stacks)
     own = scales if config.layer_scale else ()
-    return activation_constants(config) + indexer_paths(config) + own
+    indexers = indexer_paths(config) + entry_indexer_paths(config)
+    tables = token_expert_paths(config)
+    return activation_constants(config) + indexers + tables + own

@@ -93,6 +93,7 @@ def run_layers(
     *,
     cache: Sequence[LayerState | None] | None = None,
     experts: Int[Array, "layers batch seq chosen"] | None = None,
+    token_experts: Int[Array, "layers batch seq chosen"] | None = None,
     inputs_of_layers: Float[Array, "layers batch seq size"] | None = None,
     products: Sequence[LayerProducts] | None = None,
 ) -> tuple[Stream, list[Any]]:
@@ -108,6 +109,8 @@ def run_layers(
       consts: Trees that all layers receive.
       cache: Cache of each stack; None without one.
       experts: Experts of each token in each layer that has any; None if routers choose.
+      token_experts: Experts that follow from the tokens, in each layer that hashes;
+        None without such layers. `experts` are in place of them.
       inputs_of_layers: Input that each layer has of each token; None for none.
       products: Products of each layer; None for those that the layers have.
 
@@ -128,6 +131,9 @@ def run_layers(
                 own["input"] = inputs_of_layers[np.asarray(stack.layers)]
             if experts is not None and stack.kind.channels == "sparse":
                 own["experts"] = experts[np.asarray([sparse[i] for i in stack.layers])]
+            elif token_experts is not None and stack.kind.hashes:
+                hashed = [config.hash_layers.index(i) for i in stack.layers]
+                own["experts"] = token_experts[np.asarray(hashed)]
             if products is not None:
                 own_products.append([products[i] for i in stack.layers])
             xs.append((own,) if cache is None else (own, cache[number]))

@@ -32,6 +32,17 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
 """
 
 
+def bounded(gate: Array, up: Array, limit: float) -> tuple[Array, Array]:
+    """Returns the inputs of a gated activation, at most a limit in magnitude.
+
+    Args:
+      gate: Values that the activation takes, bounded from above alone.
+      up: Values that it multiplies.
+      limit: Bound.
+    """
+    return jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+
+
 class MLP(nnx.Module):
     """Dense MLP: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))` without a gate.
 
@@ -41,6 +52,7 @@ class MLP(nnx.Module):
       bias: Whether the projections have biases.
       sparsity: Part of the values of the gate that are set to zero, if they are
         normally distributed; None for none.
+      limit: Bound on the inputs of the gated activation; None for no bound.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
     """
@@ -52,6 +64,7 @@ class MLP(nnx.Module):
         *,
         bias: bool,
         sparsity: float | None = None,
+        limit: float | None = None,
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
     ):
@@ -73,6 +86,7 @@ class MLP(nnx.Module):
         self.cut = None
         if sparsity is not None:
             self.cut = statistics.NormalDist().inv_cdf(sparsity)
+        self.limit = limit
         self.multipliers = config.multipliers or MultipliersConfig()
 
     def __call__(
@@ -84,7 +98,10 @@ class MLP(nnx.Module):
             inside = activation(self.up_proj(x))
         else:
             gate = scale_by(self.gate_proj(x), self.multipliers.gate)
-            inside = activation(self._largest(gate)) * self.up_proj(x)
+            up = self.up_proj(x)
+            if self.limit is not None:
+                gate, up = bounded(gate, up, self.limit)
+            inside = activation(self._largest(gate)) * up
         return scale_by(self.down_proj(inside), self.multipliers.down)
 
     def _largest(
