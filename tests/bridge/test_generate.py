@@ -19,16 +19,20 @@ pytestmark = pytest.mark.torch
 # Learned positions, latent attention, sinks, caps, windows, interleaved ropes, experts,
 # rows before position 0, heads normed once they are turned, states of other mixers,
 # two mixers side by side, distances, queries that grow, keys that an indexer selects,
-# keys of an earlier layer.
+# keys of an earlier layer, entries of several tokens.
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("falcon_h1", "mamba2", "bloom", "ministral3", "llama4", "mamba", "jamba"),
     *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n", "lfm2_moe", "lfm3"),
+    "deepseek_v4",
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.
 CHANGES = {"llama4": {"floor_scale": 64}}
+# transformers counts that padding among the tokens of the first entries: here each
+# prompt is alone.
+ALONE = {"deepseek_v4"}
 NEW, WIDTH = 9, 19
 LENGTHS = np.array([19, 3, 11])
 
@@ -40,6 +44,7 @@ class Case:
     model: object
     torch_model: object
     prompts: np.ndarray
+    padded: bool
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -48,7 +53,8 @@ def case(request, tmp_path_factory) -> Case:
     hf = make_model(path, request.param, **CHANGES.get(request.param, {}))
     torch_model = AutoModelForCausalLM.from_pretrained(hf.path).eval()
     prompts = np.random.default_rng(0).integers(5, 90, (len(LENGTHS), WIDTH))
-    return Case(load_model(hf.path), torch_model, prompts)
+    padded = request.param not in ALONE
+    return Case(load_model(hf.path), torch_model, prompts, padded)
 
 
 def written(model, prompts, **options):
@@ -57,7 +63,10 @@ def written(model, prompts, **options):
 
 
 def written_by_transformers(case: Case) -> np.ndarray:
-    """Prompts padded from the left, as it wants them."""
+    """Prompts padded from the left, as it wants them, or each alone."""
+    if not case.padded:
+        pairs = zip(case.prompts, LENGTHS, strict=True)
+        return np.concatenate([generated(case, p[None, :n]) for p, n in pairs])
     left = np.zeros((len(LENGTHS), WIDTH), np.int64)
     mask = np.zeros_like(left)
     for row, prompt, length in zip(
@@ -65,16 +74,21 @@ def written_by_transformers(case: Case) -> np.ndarray:
     ):
         left[row, WIDTH - length :] = prompt[:length]
         mask[row, WIDTH - length :] = 1
+    return generated(case, left, mask)
+
+
+def generated(case: Case, prompts: np.ndarray, mask: np.ndarray | None = None):
+    mask = np.ones_like(prompts) if mask is None else mask
     with torch.no_grad():
         out = case.torch_model.generate(
-            torch.from_numpy(left),
+            torch.from_numpy(prompts),
             attention_mask=torch.from_numpy(mask),
             max_new_tokens=NEW,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
-    return out[:, WIDTH:].numpy()
+    return out[:, prompts.shape[1] :].numpy()
 
 
 def test_greedy_tokens_are_those_of_transformers(case: Case):

@@ -78,7 +78,8 @@ COMPRESSED = {
     "q_lora_rank": 20,
     "o_groups": 2,
     "o_lora_rank": 12,
-    "index_n_heads": 3,
+    # Many, so that no scores are equal, of which either side chooses another.
+    "index_n_heads": 16,
     "index_head_dim": 12,
     "index_topk": 2,
     "compress_rates": {
