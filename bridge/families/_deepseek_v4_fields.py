@@ -137,29 +137,22 @@ _DEFAULT_PARTIAL = 64 / 512
 
 def _read_ropes(fields: Fields) -> dict[str, Any]:
     parameters, scaling = fields["rope_parameters"] or {}, fields["rope_scaling"] or {}
-    nested = {kind: parameters.get(kind) for kind in (_MAIN, _COMPRESS)}
-    partial = _partial(fields)
-    if all(isinstance(rope, Mapping) for rope in nested.values()):
+    kinds = (_MAIN, _COMPRESS)
+    nested = [r for k in kinds if isinstance(r := parameters.get(k), Mapping)]
+    if len(nested) == len(kinds):
         if scaling:
             raise ValueError(
                 f"rope_scaling = {scaling!r} beside rope_parameters of {_MAIN} and "
                 f"{_COMPRESS}: transformers reads one of them; remove rope_scaling"
             )
-        ropes = [_read_one(fields, rope) for rope in nested.values()]
     else:
-        main, scaled = _flat_ropes(fields, parameters, scaling, partial)
-        ropes = [_read_one(fields, main), _read_one(fields, scaled)]
+        nested = _flat_ropes(fields, parameters, scaling)
+    ropes = [_read_one(fields, rope) for rope in nested]
     wrong = [
         f"truncate = False of the rope {kind}: transformers does not read it in a "
         "family of two ropes; remove it"
-        for kind, rope in zip(nested, ropes, strict=True)
+        for kind, rope in zip(kinds, ropes, strict=True)
         if rope.truncate is False
-    ]
-    wrong += [
-        f"{_PARTIAL} = {fields[_PARTIAL]!r}: the rope {kind} says "
-        f"{rope.partial_rotary_factor}"
-        for kind, rope in zip(nested, ropes, strict=True)
-        if fields[_PARTIAL] not in (None, rope.partial_rotary_factor)
     ]
     if wrong:
         raise ValueError("\n".join(wrong))
@@ -172,13 +165,12 @@ def _read_one(fields: Fields, rope: Fields) -> RopeConfig:
     return dataclasses.replace(made, interleaved=True)
 
 
-def _flat_ropes(
-    fields: Fields, parameters: Fields, scaling: Fields, partial: float
-) -> tuple[Fields, Fields]:
+def _flat_ropes(fields: Fields, parameters: Fields, scaling: Fields) -> list[Fields]:
     """Returns both ropes of a file with one scaling, which the second has."""
     if parameters and scaling and dict(parameters) != dict(scaling):
         raise ValueError(f"rope_scaling {scaling!r} and rope_parameters differ")
     given = dict(parameters or scaling)
+    partial = _partial(fields)
     main = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
     main[_PARTIAL] = partial
     wrong = [
@@ -191,7 +183,7 @@ def _flat_ropes(
     given |= {"rope_theta": fields["compress_rope_theta"], _PARTIAL: partial}
     if given.get("rope_type", given.get("type")) == "yarn":
         given.setdefault("attention_factor", 1.0)
-    return main, given
+    return [main, given]
 
 
 def _partial(fields: Fields) -> float:
@@ -225,4 +217,7 @@ def _write_ropes(config: DecoderConfig) -> dict[str, Any]:
 
 
 ROPES = FieldTransform(tuple(_ROPE_DEFAULTS), _read_ropes, _write_ropes, _ROPE_DEFAULTS)
-"""The rope of layers that only slide, and that of layers with entries."""
+"""The rope of layers that only slide, and that of layers with entries.
+
+Where a file gives both, what is beside them is not read, as in transformers.
+"""

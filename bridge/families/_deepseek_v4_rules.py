@@ -11,6 +11,7 @@ from bridge.families._blocks import (
     FUSED_EXPERTS,
     Rules,
     experts,
+    ignore_tied_head,
     linear,
     norm,
     outside,
@@ -259,3 +260,8 @@ KEY_MAPPINGS = (
     _key_mapping("layers.{layer}.", _RELEASED_OUTSIDE, _NAMES_OF_RELEASES, _EXPERTS),
 )
 """Names that transformers writes, those it has in memory, and those of the releases."""
+
+
+def ignore(config: DecoderConfig) -> tuple[str, ...]:
+    """A tied head, by any of its names."""
+    return (*ignore_tied_head(config), "head.weight") * config.tie_word_embeddings

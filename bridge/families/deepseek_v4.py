@@ -7,7 +7,6 @@ names of released tensors in `conversion_mapping.py`.
 """
 
 from bridge.families import _deepseek, _deepseek_v4_fields, _deepseek_v4_rules
-from bridge.families._blocks import ignore_tied_head
 from bridge.families._family import Family, Field
 from bridge.families._fields import SIZES, moe, tokens
 
@@ -83,8 +82,8 @@ FAMILY = Family(
         _deepseek.FURTHER: 1,
     },
     left_out={_deepseek.FURTHER: 0},
-    # How experts are stored; they are decoded.
-    unread=frozenset({"expert_dtype"}),
+    # How experts are stored.
+    inert={"expert_dtype": "fp4"},
     key_mappings=_deepseek_v4_rules.KEY_MAPPINGS,
-    ignore=ignore_tied_head,
+    ignore=_deepseek_v4_rules.ignore,
 )

@@ -172,7 +172,9 @@ class CompressedAttention(nnx.Module):
             return old.at[rows, slots].set(new)
 
         keys, size = stored(cache.key, made.key), cache.key.shape[1]
-        old = tuple(each for each in (cache.entries, cache.index) if each is not None)
+        old = tuple(
+            each for each in (cache.entries, cache.index_entries) if each is not None
+        )
         inputs = tuple(
             CompressorInputs(*map(stored, held, new))
             for held, new in zip(old, self._compressor_inputs(x), strict=True)
@@ -213,9 +215,10 @@ class CompressedAttention(nnx.Module):
           starts: Tables of the first position of each full window.
           rows: Index in the row, or slot, of each token that attends.
         """
-        if self.compressor is not None:
+        compressor = self.compressor
+        if compressor is not None and keys.shape[1] >= compressor.rate:
             assert starts.cos is not None and starts.sin is not None
-            entries = self.compressor.entries(inputs[0], starts.cos, starts.sin)
+            entries = compressor.entries(inputs[0], starts.cos, starts.sin)
             seen = self._visible(entries, rows)
             indexer = self.indexer
             if indexer is not None and entries.shape[1] > indexer.num_selected:

@@ -49,12 +49,12 @@ class CompressedKeyValues(NamedTuple):
     Attributes:
       key: Keys, which are also the values, and which all heads share.
       entries: Values and gates of the compressor; None in a layer without one.
-      index: Those of the compressor of the indexer; None without an indexer.
+      index_entries: Those of the compressor of the indexer; None without an indexer.
     """
 
     key: Float[Array, "batch slots head_dim"]
     entries: CompressorInputs | None = None
-    index: CompressorInputs | None = None
+    index_entries: CompressorInputs | None = None
 
 
 class ConvState(NamedTuple):
