@@ -47,7 +47,8 @@ class TokenExperts(nnx.Module):
         """
         table = jax.lax.stop_gradient(self.table[...])
         _check_exact(table, self.num_experts)
-        return jnp.take(table, tokens, axis=1, mode="clip").astype(jnp.int32)
+        chosen = jnp.take(table, tokens, axis=1, mode="clip")
+        return jnp.rint(chosen).astype(jnp.int32)
 
 
 def token_expert_paths(config: DecoderConfig) -> tuple[str, ...]:

@@ -44,10 +44,10 @@ class Rule:
         None where no dim moves, in rules for `from_torch` and `to_torch`.
       dim: Dim of the source along which a tensor is split, or dim of the destination
         along which several are concatenated (stacked dims not counted).
-      integers: Integer dtype of a table in the file, which the leaf holds as floating
-        point numbers, such as "int64"; None for weights.
       repeat: Leading factor of that dim of the source, for each position of which the
         parts of a split tensor come again; None if each part is one range.
+      integers: Integer dtype of a table in the file, which the leaf holds as floating
+        point numbers, such as "int64"; None for weights.
 
     Raises:
       ValueError: If sources, destinations, layouts and `dim` are inconsistent.
