@@ -278,7 +278,7 @@ class MoE(nnx.Module):
         shared = partial(
             *(MLP, config),
             bias=False,
-            limit=moe.swiglu_limit,
+            limit=moe.swiglu_limit if moe.swiglu_alpha is None else None,
             rngs=rngs,
             param_dtype=param_dtype,
         )

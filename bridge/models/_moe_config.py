@@ -44,8 +44,8 @@ class MoEConfig:
       expert_bias: Whether the experts' projections have biases.
       latent_size: Width of the vectors that experts see, projected from the token and
         back; None for the token itself.
-      swiglu_limit: Bound on the inputs of the gated activation, in the experts and in
-        the MLP shared by all tokens; None for no bound.
+      swiglu_limit: Bound on the inputs of the gated activation of experts and, without
+        `swiglu_alpha`, of the MLP shared by all tokens; None for no bound.
       swiglu_alpha: Factor in the sigmoid of the experts' activation
         `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`, whose inputs are bounded;
         None for the plain one.
@@ -124,8 +124,6 @@ class MoEConfig:
             wrong += self._inconsistent_groups(self.n_group, self.topk_group)
         if self.swiglu_limit is None and self.swiglu_alpha is not None:
             wrong.append("swiglu_alpha without swiglu_limit: its inputs are bounded")
-        if self.swiglu_alpha is not None and self.shared_intermediate_size is not None:
-            wrong.append("swiglu_alpha: not beside an MLP of shared_intermediate_size")
         if self.own_norms and self.shared_intermediate_size is None:
             wrong.append("own_norms: beside an MLP of shared_intermediate_size")
         if self.own_norms and (self.latent_size or self.weighted_inputs):

@@ -253,3 +253,13 @@ def test_megatron_has_no_such_model():
     said = ["hyper_connections", "compressed_attention", "hash_layers"]
     with pytest.raises(ValueError, match=facts(*said)):
         to_transformer_config(config_of())
+
+
+def test_chosen_experts_are_those_of_tokens_and_can_be_replayed(v4: HFModel):
+    model, tokens = load_model(v4.path), jnp.asarray(v4.tokens)
+    chosen = model.chosen_experts(tokens)
+    table = tensors_of(v4.path)["model.layers.1.ffn.gate.tid2eid"]
+    np.testing.assert_array_equal(chosen[1], table[v4.tokens])
+    states, stats = model.final_states(tokens, experts=chosen)
+    assert stats is not None and stats.tokens_per_expert.shape == (4, 2, 8)
+    assert relative_error(model.logits(states), v4.logits) <= RELATIVE
