@@ -122,10 +122,9 @@ def castable(stored: DTypeLike, wanted: DTypeLike, *, is_table: bool = False) ->
       wanted: Dtype to cast them to.
       is_table: Whether a rule says that they are integers on one side.
     """
-    floats = [jnp.issubdtype(dtype, jnp.floating) for dtype in (stored, wanted)]
-    if is_table and any(jnp.issubdtype(d, jnp.integer) for d in (stored, wanted)):
-        return any(floats)
-    return jnp.dtype(stored) == jnp.dtype(wanted) or all(floats)
+    kind = jnp.number if is_table else jnp.floating
+    allowed = [jnp.issubdtype(dtype, kind) for dtype in (stored, wanted)]
+    return jnp.dtype(stored) == jnp.dtype(wanted) or all(allowed)
 
 
 def _group(pieces: Iterable[Piece], side: str) -> dict[str, list[Piece]]:

@@ -263,3 +263,11 @@ def test_chosen_experts_are_those_of_tokens_and_can_be_replayed(v4: HFModel):
     states, stats = model.final_states(tokens, experts=chosen)
     assert stats is not None and stats.tokens_per_expert.shape == (4, 2, 8)
     assert relative_error(model.logits(states), v4.logits) <= RELATIVE
+
+
+def test_a_checkpoint_is_converted_without_loading_it(tmp_path, v4: HFModel):
+    written_with_names_of_releases(tmp_path / "released", v4)
+    with pytest.warns(UserWarning, match=facts("mtp.0.norm.weight")):
+        tree, config = bridge.lazy_hf(tmp_path / "released")
+    bridge.save_hf(tmp_path / "out", tree, config)
+    assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(v4.path))
