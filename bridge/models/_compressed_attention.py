@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from bridge.models._attention import Attention, Window, attend, causal_mask
 from bridge.models._cache import Slots, visible_slots
-from bridge.models._compressor import Compressor, Entries
+from bridge.models._compressor import Compressor
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._entry_indexer import EntryIndexer
+from bridge.models._entry_windows import EntryWindows, windows_of_texts
 from bridge.models._grouped_projection import GroupedProjection
 from bridge.models._indexer import Selected
 from bridge.models._layer_kinds import Compression
@@ -44,6 +45,24 @@ class _Projected(NamedTuple):
     latent: Latent
     query: Heads
     key: Keys
+
+
+class _EntryInputs(NamedTuple):
+    """What entries are made of, and who attends to them.
+
+    Attributes:
+      made: Inputs of the compressor of the layer, and of that of its indexer.
+      cos: Cosines of the angles at the start of each window.
+      sin: Sines of the angles.
+      visible: Whether all tokens of an entry are among those up to each query.
+      windows: Windows of the texts of packed rows; None for rows of one text.
+    """
+
+    made: tuple[CompressorInputs, ...]
+    cos: Float[Array, "#batch entries half_rope_dim"]
+    sin: Float[Array, "#batch entries half_rope_dim"]
+    visible: Bool[Array, "#batch seq entries"]
+    windows: EntryWindows | None
 
 
 class CompressedAttention(nnx.Module):
@@ -124,9 +143,6 @@ class CompressedAttention(nnx.Module):
           tables: Tables of the positions.
           segment_ids: Segment of each token in a packed row; None for one segment.
           window: Attention window of this layer; None for the one of all layers.
-
-        Raises:
-          ValueError: If a layer with entries has packed rows.
         """
         made = self._project(x, tables)
         window = self.window if window is None else window
@@ -137,13 +153,9 @@ class CompressedAttention(nnx.Module):
                 made.query, key, key, segment_ids=segment_ids, **options
             )
             return self._project_back(out, tables)
-        _check_unpacked(segment_ids)
-        seq = x.shape[1]
-        starts = _at_starts(tables, self.compressor.rate, seq)
-        rows = jnp.arange(seq, dtype=jnp.int32)[None]
-        mask = causal_mask(seq, None, window)[:, 0]
-        inputs = self._compressor_inputs(x)
-        return self._attend(made, made.key, mask, inputs, starts, rows)
+        mask = causal_mask(x.shape[1], segment_ids, window)[:, 0]
+        inputs = self._inputs_of_rows(x, tables, segment_ids)
+        return self._attend(made, made.key, mask, inputs)
 
     def extend(
         self,
@@ -179,9 +191,9 @@ class CompressedAttention(nnx.Module):
             CompressorInputs(*map(stored, held, new))
             for held, new in zip(old, self._compressor_inputs(x), strict=True)
         )
-        starts = self._starts_of_slots(size, x.dtype)
         mask = visible_slots(slots, size, self.window if window is None else window)
-        out = self._attend(made, keys, mask, inputs, starts, slots)
+        entries = self._inputs_of_slots(inputs, slots, size, x.dtype)
+        out = self._attend(made, keys, mask, entries)
         return out, CompressedKeyValues(keys, *inputs, *(None,) * (2 - len(inputs)))
 
     def _project(self, x: Stream, tables: PositionTables) -> _Projected:
@@ -201,9 +213,7 @@ class CompressedAttention(nnx.Module):
         made: _Projected,
         keys: Keys,
         mask: Bool[Array, "#batch seq keys"],
-        inputs: tuple[CompressorInputs, ...],
-        starts: PositionTables,
-        rows: Int[Array, "#batch seq"],
+        inputs: _EntryInputs | None,
     ) -> Stream:
         """Attends to keys of tokens, and to the entries of the full windows before.
 
@@ -211,23 +221,18 @@ class CompressedAttention(nnx.Module):
           made: Projections of the tokens that attend.
           keys: Keys of single tokens.
           mask: True for those that a token attends to.
-          inputs: Inputs of the compressors of all tokens so far.
-          starts: Tables of the first position of each full window.
-          rows: Index in the row, or slot, of each token that attends.
+          inputs: What entries are made of; None without entries.
         """
-        compressor = self.compressor
-        if compressor is not None and keys.shape[1] >= compressor.rate:
-            assert starts.cos is not None and starts.sin is not None
-            entries = compressor.entries(inputs[0], starts.cos, starts.sin)
-            seen = self._visible(entries, rows)
+        if self.compressor is not None and inputs is not None:
+            at = inputs.cos, inputs.sin, inputs.windows
+            entries, seen = self.compressor.entries(inputs.made[0], *at), inputs.visible
             indexer = self.indexer
             if indexer is not None and entries.shape[1] > indexer.num_selected:
-                own = indexer.compressor.entries(inputs[1], starts.cos, starts.sin)
+                own = indexer.compressor.entries(inputs.made[1], *at)
                 seen = indexer.select(made.x, made.latent, own, made.tables, seen)
             keys = jnp.concatenate([keys, entries], axis=1)
-            batch = len(made.x)
             masks = (
-                jnp.broadcast_to(each, (batch, *each.shape[1:]))
+                jnp.broadcast_to(each, (len(made.x), *each.shape[1:]))
                 for each in (mask, seen)
             )
             mask = jnp.concatenate([*masks], axis=2)
@@ -235,12 +240,45 @@ class CompressedAttention(nnx.Module):
         out = attend(made.query, key, key, self.scale, mask[:, None], None, sinks)
         return self._project_back(out, made.tables)
 
-    def _visible(self, entries: Entries, rows: Int[Array, "#batch seq"]) -> Selected:
-        """Returns the entries whose tokens are all among those up to each query."""
-        assert self.compressor is not None
-        full = (rows + 1) // self.compressor.rate
-        count = jnp.arange(entries.shape[1], dtype=jnp.int32)
-        return count[None, None] < full[..., None]
+    def _inputs_of_rows(
+        self,
+        x: Stream,
+        tables: PositionTables,
+        segment_ids: Int[Array, "batch seq"] | None,
+    ) -> _EntryInputs | None:
+        """Returns what the entries of rows are made of; None if no window is full."""
+        seq = x.shape[1]
+        if self.compressor is None or seq < self.compressor.rate:
+            return None
+        assert tables.cos is not None and tables.sin is not None
+        made, rate = self._compressor_inputs(x), self.compressor.rate
+        if segment_ids is not None:
+            windows = windows_of_texts(segment_ids, rate)
+            cos, sin = windows.starts(tables.cos), windows.starts(tables.sin)
+            visible = windows.visible(segment_ids)
+            return _EntryInputs(made, cos, sin, visible, windows)
+        starts = slice(0, seq // rate * rate, rate)
+        rows = jnp.arange(seq, dtype=jnp.int32)[None]
+        visible = _visible(rows, rate, seq)
+        return _EntryInputs(
+            made, tables.cos[:, starts], tables.sin[:, starts], visible, None
+        )
+
+    def _inputs_of_slots(
+        self,
+        made: tuple[CompressorInputs, ...],
+        slots: Slots,
+        size: int,
+        dtype: DTypeLike,
+    ) -> _EntryInputs | None:
+        """Returns what the entries of a cache are made of; None if it has none."""
+        if self.compressor is None or size < self.compressor.rate:
+            return None
+        assert self.rope is not None
+        rate = self.compressor.rate
+        starts = jnp.arange(size // rate, dtype=jnp.int32)[None] * rate
+        cos, sin = rope_tables(self.rope, self.rope_dim, starts, dtype)
+        return _EntryInputs(made, cos, sin, _visible(slots, rate, size), None)
 
     def _project_back(self, out: Heads, tables: PositionTables) -> Stream:
         assert tables.cos is not None and tables.sin is not None
@@ -256,32 +294,14 @@ class CompressedAttention(nnx.Module):
             made += (self.indexer.compressor.project(x),)
         return made
 
-    def _starts_of_slots(self, size: int, dtype: DTypeLike) -> PositionTables:
-        """Returns the tables of the first slot of each full window of a cache."""
-        if self.compressor is None or self.rope is None:
-            return PositionTables()
-        rate = self.compressor.rate
-        starts = jnp.arange(size // rate, dtype=jnp.int32)[None] * rate
-        return PositionTables(*rope_tables(self.rope, self.rope_dim, starts, dtype))
-
     def _sinks(self) -> Float[Array, " heads"] | None:
         return None if self.sinks is None else self.sinks[...]
 
 
-def _at_starts(tables: PositionTables, rate: int, seq: int) -> PositionTables:
-    """Returns the tables of the first token of each full window of a row."""
-    assert tables.cos is not None and tables.sin is not None
-    stop = seq // rate * rate
-    return PositionTables(tables.cos[:, :stop:rate], tables.sin[:, :stop:rate])
-
-
-def _check_unpacked(segment_ids: Int[Array, "batch seq"] | None) -> None:
-    if segment_ids is not None:
-        raise ValueError(
-            "segment_ids: compressed_attention makes entries of windows that begin "
-            "with the row, and would mix the texts of a packed row. Use rows of one "
-            "text, without segment_ids."
-        )
+def _visible(rows: Int[Array, "#batch seq"], rate: int, size: int) -> Selected:
+    """Returns the full windows of a row that end at each token or before."""
+    windows = jnp.arange(size // rate, dtype=jnp.int32)
+    return windows[None, None] < ((rows + 1) // rate)[..., None]
 
 
 def entry_indexer_paths(config: DecoderConfig) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._config import DecoderConfig
+from bridge.models._entry_windows import EntryWindows
 from bridge.models._layer_state import CompressorInputs
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
@@ -65,37 +66,51 @@ class Compressor(nnx.Module):
         """
         return CompressorInputs(self.kv_proj(x), self.gate_proj(x))
 
-    def entries(self, inputs: CompressorInputs, cos: Table, sin: Table) -> Entries:
+    def entries(
+        self,
+        inputs: CompressorInputs,
+        cos: Table,
+        sin: Table,
+        windows: EntryWindows | None = None,
+    ) -> Entries:
         """Returns the entry of each full window, turned by the position of its start.
 
         Args:
-          inputs: Projections of the tokens, the first of them at position 0.
+          inputs: Projections of the tokens.
           cos: Cosines of the angles at the start of each window.
           sin: Sines of the angles.
+          windows: Windows of the texts of packed rows; None for rows of one text.
         """
-        values, gates = (self._in_windows(each) for each in inputs)
+        values, gates = (self._in_windows(each, windows) for each in inputs)
         gates = gates + jnp.expand_dims(self.position_bias[...], (0, 1))
         if self.overlaps:
-            values, gates = _with_window_before(values, 0), _with_window_before(gates)
+            values = _with_window_before(values, windows, 0)
+            gates = _with_window_before(gates, windows, -jnp.inf)
         wide = gates.astype(jnp.promote_types(gates.dtype, jnp.float32))
         weights = jax.nn.softmax(wide, axis=2).astype(values.dtype)
         normed = self.norm(jnp.sum(values * weights, axis=2))
         return rotate_last(normed[:, :, None], cos, sin)[:, :, 0]
 
     def _in_windows(
-        self, x: Float[Array, "batch tokens width"]
+        self, x: Float[Array, "batch tokens width"], windows: EntryWindows | None
     ) -> Float[Array, "batch entries rate width"]:
+        if windows is not None:
+            return windows.gather(x)
         batch, tokens, width = x.shape
         full = tokens // self.rate
         return x[:, : full * self.rate].reshape(batch, full, self.rate, width)
 
 
 def _with_window_before(
-    x: Float[Array, "batch entries rate width"], absent: float = -jnp.inf
+    x: Float[Array, "batch entries rate width"],
+    windows: EntryWindows | None,
+    absent: float,
 ) -> Float[Array, "batch entries both half"]:
     """Returns the first half of the window before, and the second of each window."""
     before, own = jnp.split(x, 2, axis=-1)
     first = jnp.full_like(before[:, :1], absent)
-    return jnp.concatenate(
-        [jnp.concatenate([first, before[:, :-1]], axis=1), own], axis=2
-    )
+    before = jnp.concatenate([first, before[:, :-1]], axis=1)
+    if windows is not None:
+        follows = windows.follows[..., None, None]
+        before = jnp.where(follows, before, jnp.asarray(absent, before.dtype))
+    return jnp.concatenate([before, own], axis=2)

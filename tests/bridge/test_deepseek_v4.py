@@ -1,6 +1,7 @@
 """DeepSeek-V4: the names of its releases, and what of it is refused."""
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -191,10 +192,19 @@ def test_rows_shorter_than_a_window_have_no_entries(v4: HFModel):
         assert relative_error(ours, want) <= RELATIVE
 
 
-def test_packed_rows_are_refused(v4: HFModel):
-    segments = np.repeat([[0] * 15 + [1] * 25], 2, axis=0)
-    with pytest.raises(ValueError, match=facts("segment_ids", "compressed_attention")):
-        logits_of(load_model(v4.path), v4.tokens, segment_ids=segments)
+def test_texts_of_a_packed_row_read_as_if_each_were_alone(v4: HFModel):
+    """Windows begin with each text, whose last tokens may fill none."""
+    model, ends = load_model(v4.path), (0, 3, 18, 40)
+    lengths = np.diff(ends)
+    segments = np.repeat([np.repeat([5, 2, 7], lengths)], 2, axis=0)
+    packed = logits_of(model, v4.tokens, segment_ids=segments)
+    alone = [logits_of(model, v4.tokens[:, a:b]) for a, b in itertools.pairwise(ends)]
+    assert relative_error(packed, np.concatenate(alone, axis=1)) <= RELATIVE
+    one = np.ones_like(segments)
+    whole = logits_of(model, v4.tokens, segment_ids=one)
+    assert relative_error(whole, v4.logits) <= RELATIVE
+    wrong = logits_of(model, v4.tokens)
+    assert relative_error(packed, wrong) > 100 * RELATIVE
 
 
 def test_parts_of_rows_are_refused():
