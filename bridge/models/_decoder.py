@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -48,23 +48,8 @@ from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._routes import Routes, check_routes
 from bridge.models._scale import scale_by
+from bridge.models._start import Start
 from bridge.models._token_experts import TokenExperts
-
-
-class _Start(NamedTuple):
-    """What the layers receive of tokens.
-
-    Attributes:
-      x: Residual stream before the first layer.
-      positions: Position of each token.
-      inputs_of_layers: Input that each layer has of each token; None for none.
-      token_experts: Experts that follow from each token; None if routers choose all.
-    """
-
-    x: Stream
-    positions: Ids
-    inputs_of_layers: Float[Array, "layers batch seq size"] | None
-    token_experts: Routes | None
 
 
 class Decoder(nnx.Module):
@@ -366,7 +351,7 @@ class Decoder(nnx.Module):
             states = states.mean(axis=-2)
         return jnp.concatenate([start.x[None], states[:-1], self.norm(x)[None]])
 
-    def _start(self, tokens: Ids, positions: Ids | None) -> _Start:
+    def _start(self, tokens: Ids, positions: Ids | None) -> Start:
         """Returns what the layers receive."""
         if positions is None:
             check_length(self.config, tokens.shape[1], "A row")
@@ -375,12 +360,12 @@ class Decoder(nnx.Module):
         make, choose = self.per_layer_inputs, self.token_experts
         inputs = None if make is None else make(tokens, x)
         experts = None if choose is None else choose(tokens)
-        return _Start(x, positions, inputs, experts)
+        return Start(x, positions, inputs, experts)
 
     def _run(
         self,
         unit: Unit,
-        start: _Start,
+        start: Start,
         *consts: Any,
         cache: Sequence[LayerState | None] | None = None,
         experts: Routes | None = None,

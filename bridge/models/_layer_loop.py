@@ -15,6 +15,7 @@ from bridge.models._config import DecoderConfig
 from bridge.models._decoder_layer import DecoderLayer, Experts, PerLayer
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
+from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_mixer import Stream
 from bridge.models._layer_products import LayerProducts, with_products
 from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
@@ -118,7 +119,6 @@ def run_layers(
       Residual stream, and one `y` per stack, with a leading layer dim.
     """
     inputs, ys = per_layer(config), []
-    sparse = {layer: i for i, layer in enumerate(sparse_layers(config))}
     stacks = iter(enumerate(config.layer_stacks))
     carry = _first_carry(config, x, cache)
     for block in blocks:
@@ -129,11 +129,8 @@ def run_layers(
             }
             if inputs_of_layers is not None:
                 own["input"] = inputs_of_layers[np.asarray(stack.layers)]
-            if experts is not None and stack.kind.channels == "sparse":
-                own["experts"] = experts[np.asarray([sparse[i] for i in stack.layers])]
-            elif token_experts is not None and stack.kind.hashes:
-                hashed = [config.hash_layers.index(i) for i in stack.layers]
-                own["experts"] = token_experts[np.asarray(hashed)]
+            chosen = _experts_of_stack(config, stack, experts, token_experts)
+            own |= {} if chosen is None else {"experts": chosen}
             if products is not None:
                 own_products.append([products[i] for i in stack.layers])
             xs.append((own,) if cache is None else (own, cache[number]))
@@ -150,6 +147,22 @@ def run_layers(
             carry, y = scan(run, layers, carry, **given, static=static)
         ys += [y] if len(block) == 1 else y
     return _stream(carry), ys
+
+
+def _experts_of_stack(
+    config: DecoderConfig,
+    stack: LayerStack,
+    experts: Int[Array, "layers batch seq chosen"] | None,
+    token_experts: Int[Array, "layers batch seq chosen"] | None,
+) -> Int[Array, "layers batch seq chosen"] | None:
+    """Returns the experts that the layers of a stack do not choose themselves."""
+    if experts is not None and stack.kind.channels == "sparse":
+        sparse = sparse_layers(config)
+        return experts[np.asarray([sparse.index(i) for i in stack.layers])]
+    if token_experts is not None and stack.kind.hashes:
+        hashed = [config.hash_layers.index(i) for i in stack.layers]
+        return token_experts[np.asarray(hashed)]
+    return None
 
 
 def _first_carry(

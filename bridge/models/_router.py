@@ -76,11 +76,6 @@ class Router(nnx.Module):
           all experts.
         """
         config = self.config
-        if experts is None and not self.chooses:
-            raise ValueError(
-                "hash_layers: the experts of a token follow from its id, and this "
-                "router was given none. Run the layer by its Decoder."
-            )
         logits = self.gate(_widen(x) if config.float32_logits else x)
         if config.scoring == "softmax_of_chosen":
             experts = self._choose(logits) if experts is None else experts
@@ -136,6 +131,11 @@ class Router(nnx.Module):
         self, scores: Float[Array, "batch seq experts"]
     ) -> Int[Array, "batch seq chosen"]:
         """Returns the experts of the best scores, best first."""
+        if not self.chooses:
+            raise ValueError(
+                "hash_layers: the experts of a token follow from its id, and this "
+                "router was given none. Run the layer by its Decoder."
+            )
         if self.correction_bias is not None:
             # It changes only the choice, not the weights, to balance the load; it is
             # not trained by gradients.
