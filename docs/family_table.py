@@ -71,7 +71,7 @@ def _file_of(family: Family) -> str:
 
 
 def _over_cp(family: Family) -> str:
-    if _has_part(family, "indexer"):
+    if any(_has_part(family, part) for part in ("indexer", "compressed_attention")):
         return "no"
     return "whole rows" if _mixers(family) else "yes"
 

@@ -79,13 +79,21 @@ def weights(config: DecoderConfig) -> tuple[Any, Any]:
     """Random weights, none of them zero."""
     model = nnx.eval_shape(lambda: make(config, plain_scan, jax.random.key(0)))
     graph, like = nnx.split(model)
-    leaves, structure = jax.tree.flatten(like)
+    leaves, structure = jax.tree.flatten_with_path(like)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     values = [
-        jax.random.normal(key, leaf.shape, leaf.dtype) * 0.3 + 0.1
-        for key, leaf in zip(keys, leaves, strict=True)
+        weight(config, jax.tree_util.keystr(path), key, leaf)
+        for key, (path, leaf) in zip(keys, leaves, strict=True)
     ]
     return graph, jax.tree.unflatten(structure, values)
+
+
+def weight(config: DecoderConfig, path: str, key, like) -> jax.Array:
+    if "token_experts" in path:
+        assert config.moe is not None
+        ids = jax.random.randint(key, like.shape, 0, config.moe.num_experts)
+        return ids.astype(like.dtype)
+    return jax.random.normal(key, like.shape, like.dtype) * 0.3 + 0.1
 
 
 def gradients_of_eight(config: DecoderConfig, params, tokens):

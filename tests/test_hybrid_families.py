@@ -27,6 +27,7 @@ from bridge.models import (
     dot_product_attention,
     expert_parallel_rules,
     tensor_parallel_rules,
+    token_expert_paths,
 )
 from fsdp_jax import ops
 
@@ -72,6 +73,21 @@ CASES = {
     "keys of earlier layers over dp": Case("gemma4-small", {"dp_shard": 2}),
     "streams over tp": Case("gemma3n", {"tp": 2}, EVEN),
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
+    "entries of several tokens over tp": Case("deepseek_v4", {"tp": 2}, EVEN),
+    "experts of tokens over ep": Case("deepseek_v4", {"ep": 2}),
+    "entries and experts of tokens over pp": Case(
+        "deepseek_v4",
+        {"pp": 2},
+        {
+            "layer_types": [
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ]
+            * 2,
+            "mlp_layer_types": ["hash_moe"] * 4,
+        },
+        "layers",
+    ),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }
@@ -100,7 +116,7 @@ def plan_of(config: DecoderConfig, case: Case, mesh: Any) -> fsdp.Plan:
         mesh,
         [DecoderLayer],
         fsdp.FSDPConfig(
-            frozen=correction_bias_paths(config),
+            frozen=correction_bias_paths(config) + token_expert_paths(config),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),
             expert_parallel=expert_parallel_rules(config),
             pipeline=fsdp.PipelineConfig(stack=case.stack),
@@ -109,15 +125,19 @@ def plan_of(config: DecoderConfig, case: Case, mesh: Any) -> fsdp.Plan:
 
 
 def random_like(like: Any) -> Any:
-    leaves, structure = jax.tree.flatten(like)
+    leaves, structure = jax.tree.flatten_with_path(like)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     values = [
-        jax.device_put(
-            0.2 * jax.random.normal(key, leaf.shape, leaf.dtype) + 0.1, leaf.sharding
-        )
-        for key, leaf in zip(keys, leaves, strict=True)
+        jax.device_put(random_weight(path, key, leaf), leaf.sharding)
+        for key, (path, leaf) in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, values)
+
+
+def random_weight(path: Any, key: jax.Array, like: Any) -> jax.Array:
+    if "token_experts" in jax.tree_util.keystr(path):  # one of the first experts
+        return jax.random.randint(key, like.shape, 0, 4).astype(like.dtype)
+    return 0.2 * jax.random.normal(key, like.shape, like.dtype) + 0.1
 
 
 def trained(config: DecoderConfig, case: Case, mesh):

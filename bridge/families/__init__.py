@@ -20,6 +20,7 @@ from bridge.families import (
     deepseek,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     dots1,
     ernie4_5,
@@ -130,6 +131,7 @@ _MODULES = (
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
+    deepseek_v4,
 )
 
 

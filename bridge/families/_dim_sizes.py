@@ -1,8 +1,10 @@
 """Sizes of the dims that rules name, by a model's config."""
 
+from collections.abc import Sequence
+
 from bridge.models import DecoderConfig, LayerKind
 
-Sizes = dict[str, int | range]
+Sizes = dict[str, int | Sequence[int]]
 """Name of a dim -> its size; of one that counts the layers of a stack, the layers."""
 
 
@@ -33,6 +35,8 @@ def sizes_of(config: DecoderConfig) -> Sizes:
     }
     sizes |= _attention_sizes(config) | _mixer_sizes(config)
     sizes |= _expert_sizes(config) | _stream_sizes(config)
+    if config.hash_layers:
+        sizes["hash_layer"] = config.hash_layers
     for number, stack in enumerate(config.layer_stacks):
         sizes[capture(number)] = stack.layers
         if (width := stack.kind.mlp_size) is not None:
@@ -60,6 +64,20 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
             "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
         }
+    if (compressed := config.compressed_attention) is not None:
+        index_dim = compressed.index_head_dim
+        sizes |= {
+            "q_rank": compressed.q_lora_rank,
+            "o_groups": compressed.o_groups,
+            "o_rank": compressed.o_lora_rank,
+            "group_heads": config.num_attention_heads // compressed.o_groups,
+            "sparse_rate": compressed.sparse_rate,
+            "heavy_rate": compressed.heavy_rate,
+            "index_heads": compressed.index_num_heads,
+            "index_dim": index_dim,
+            "two_head_dims": 2 * config.head_dim,
+            "two_index_dims": 2 * index_dim,
+        }
     if (full := config.full_attention) is not None:
         sizes |= {
             "full_head_dim": full.head_dim,
@@ -83,6 +101,7 @@ def _expert_sizes(config: DecoderConfig) -> Sizes:
         "experts": moe.num_experts,
         "expert_mlp": moe.intermediate_size,
         "expert_embed": moe.latent_size or config.hidden_size,
+        "token_experts": moe.num_experts_per_tok,
         "shared_mlp": moe.shared_intermediate_size or 0,
     }
 
@@ -100,6 +119,10 @@ def _stream_sizes(config: DecoderConfig) -> Sizes:
         count = altup.num_streams
         sizes |= dict.fromkeys(("streams", "streams_in", "streams_out"), count)
         sizes["other_stream"] = count - 1
+    if (connections := config.hyper_connections) is not None:
+        count = connections.num_streams
+        sizes |= dict.fromkeys(("streams", "streams_out"), count)
+        sizes["stream_mixes"] = count * (2 + count)
     if config.laurel_rank is not None:
         sizes["laurel_rank"] = config.laurel_rank
     return sizes

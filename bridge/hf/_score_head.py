@@ -30,7 +30,7 @@ _WITHOUT = frozenset(
     | {"granitemoe_swa", "solar_open", "sarvam_moe", "sarvam_mla", "mellum"}
     | {"exaone_moe", "flex_olmo", "hy_v3", "afmoe", "bamba", "nanochat"}
     | {"falcon_mamba", "codegen", "dbrx", "deepseek", "flint", "kolibri1"}
-    | {"lfm3", "nemotron-nas", "minimax_m3_vl_text"}
+    | {"lfm3", "nemotron-nas", "minimax_m3_vl_text", "deepseek_v4"}
 )
 
 

@@ -14,6 +14,9 @@ from bridge.models._block_indexer_config import (
     BlockIndexerConfig as BlockIndexerConfig,
 )
 from bridge.models._cache import empty_cache as empty_cache
+from bridge.models._compressed_attention_config import (
+    CompressedAttentionConfig as CompressedAttentionConfig,
+)
 from bridge.models._config import DecoderConfig as DecoderConfig
 from bridge.models._constant_paths import constant_paths as constant_paths
 from bridge.models._constrain import Constrain as Constrain
@@ -33,6 +36,9 @@ from bridge.models._full_attention_config import (
 from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._grouped import grouped_matmul as grouped_matmul
+from bridge.models._hyper_connections_config import (
+    HyperConnectionsConfig as HyperConnectionsConfig,
+)
 from bridge.models._indexer_config import IndexerConfig as IndexerConfig
 from bridge.models._kv_sharing_config import KVSharingConfig as KVSharingConfig
 from bridge.models._layer_kinds import LayerBlock as LayerBlock
@@ -40,6 +46,8 @@ from bridge.models._layer_kinds import LayerKind as LayerKind
 from bridge.models._layer_kinds import LayerStack as LayerStack
 from bridge.models._layer_loop import plain_scan as plain_scan
 from bridge.models._layer_state import AttentionMambaState as AttentionMambaState
+from bridge.models._layer_state import CompressedKeyValues as CompressedKeyValues
+from bridge.models._layer_state import CompressorInputs as CompressorInputs
 from bridge.models._layer_state import ConvState as ConvState
 from bridge.models._layer_state import DeltaNetState as DeltaNetState
 from bridge.models._layer_state import IndexedKeyValues as IndexedKeyValues
@@ -75,3 +83,4 @@ from bridge.models._short_conv_config import ShortConvConfig as ShortConvConfig
 from bridge.models._tensor_parallel import (
     tensor_parallel_rules as tensor_parallel_rules,
 )
+from bridge.models._token_experts import token_expert_paths as token_expert_paths

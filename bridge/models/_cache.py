@@ -5,8 +5,11 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from bridge.models._attention import Window, attend
 from bridge.models._config import DecoderConfig
+from bridge.models._layer_kinds import LayerKind
 from bridge.models._layer_state import (
     AttentionMambaState,
+    CompressedKeyValues,
+    CompressorInputs,
     ConvState,
     DeltaNetState,
     IndexedKeyValues,
@@ -49,6 +52,10 @@ def empty_cache(
     for stack in config.layer_stacks:
         name = "indexed" if stack.kind.indexes else stack.kind.mixer
         dims = (len(stack.layers), batch)
+        if config.compressed_attention is not None:
+            made_keys = _compressed_key_values(config, stack.kind, dims, slots, dtype)
+            caches.append(made_keys)
+            continue
         own = config.of_kind(stack.kind)
         if name is None or stack.kind.reuses:
             caches.append(None)
@@ -85,6 +92,29 @@ def _indexed_key_values(
         key_values(config, dims, slots, dtype),
         jnp.zeros((*dims, slots, sizes.head_dim), dtype),
     )
+
+
+def _compressed_key_values(
+    config: DecoderConfig,
+    kind: LayerKind,
+    dims: tuple[int, int],
+    slots: int,
+    dtype: DTypeLike,
+) -> CompressedKeyValues:
+    sizes = config.compressed_attention
+    assert sizes is not None
+
+    def zeros(width: int) -> CompressorInputs:
+        shape = (*dims, slots, width)
+        return CompressorInputs(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    key = jnp.zeros((*dims, slots, config.head_dim), dtype)
+    if kind.compresses is None:
+        return CompressedKeyValues(key)
+    if kind.compresses == "heavy":
+        return CompressedKeyValues(key, zeros(config.head_dim))
+    index = zeros(2 * sizes.index_head_dim)
+    return CompressedKeyValues(key, zeros(2 * config.head_dim), index)
 
 
 def _conv_state(

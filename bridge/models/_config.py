@@ -7,6 +7,7 @@ from bridge.models._config_consistency import inconsistencies
 from bridge.models._decoder_fields import BLOCK_SPARSE, DecoderFields
 from bridge.models._layer_kinds import (
     Channels,
+    Compression,
     LayerBlock,
     LayerKind,
     LayerStack,
@@ -50,8 +51,8 @@ class DecoderConfig(DecoderFields):
       gated_mlp: Whether the activation multiplies a second projection.
       mlp_bias: Whether the MLP's projections have biases.
       swiglu_limit: Bound on the inputs of the gated activation of dense and shared
-        MLPs, as in `MoEConfig` of experts; None for the plain activation.
-      swiglu_alpha: Factor in its sigmoid; set if and only if `swiglu_limit` is.
+        MLPs, as in `MoEConfig` of experts; None for no bound.
+      swiglu_alpha: Factor in the sigmoid of another activation, as there.
       attention_bias: Whether the q, k and v projections have biases.
       attention_out_bias: Whether the o projection has a bias.
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
@@ -82,6 +83,8 @@ class DecoderConfig(DecoderFields):
         keys that the last one before them selected.
       block_indexer: Sizes of the indexer of `block_sparse_attention` layers, which
         selects the blocks of keys that queries attend to; None without such layers.
+      compressed_attention: Sizes of attention to single tokens of a window and to
+        entries that each stand for several; None for other attention.
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
@@ -91,7 +94,8 @@ class DecoderConfig(DecoderFields):
         of the token; None for True where there is neither `rope` nor ALiBi.
       position_offset: Number of rows of the learned positions before the row of
         position 0.
-      sliding_rope: Rotary embedding of sliding layers; None for `rope`.
+      sliding_rope: Rotary embedding of layers of type `sliding_attention`; None for
+        `rope`.
       attention_chunk_size: Number of positions of a chunk, the one in which a token of
         a `chunked_attention` layer attends; None without such layers.
       no_rope_layers: Indices of layers without rotary embedding.
@@ -110,6 +114,8 @@ class DecoderConfig(DecoderFields):
       per_layer_input: Sizes of the inputs that each layer has of each token; None for
         none.
       altup: Several residual streams, of which layers run on one; None for one stream.
+      hyper_connections: Several residual streams, which each part of a layer mixes;
+        None for one stream.
       laurel_rank: Width of the learned residual beside attention, with which the stream
         is averaged; None without one.
       gate_sparsity: Part of the values of an MLP's gate that `cut_gate_layers` set to
@@ -125,6 +131,8 @@ class DecoderConfig(DecoderFields):
       logits_scaling: Divisor of the logits.
       moe: Config of the experts; None if all layers are dense.
       dense_layers: Indices of layers that are dense although `moe` is set.
+      hash_layers: Indices of layers with experts that follow from the id of a token,
+        and whose router only weights them.
       mixer_only_layers: Indices of layers without MLP or experts.
       mlp_sizes: Indices of layers whose dense MLP is not `intermediate_size` wide, each
         with its width.
@@ -169,10 +177,8 @@ class DecoderConfig(DecoderFields):
     def windows(self) -> tuple[int | None, ...]:
         """Attention window of each layer in tokens, or None for full attention."""
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
-        return tuple(
-            self.sliding_window if kind == "sliding_attention" else None
-            for kind in types
-        )
+        slide = {"sliding_attention", *_COMPRESSION}
+        return tuple(self.sliding_window if kind in slide else None for kind in types)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -199,6 +205,8 @@ class DecoderConfig(DecoderFields):
                 i >= first_reusing,
                 i in self.cut_gate_layers,
                 widths.get(i),
+                _COMPRESSION.get(types[i]),
+                i in self.hash_layers,
             )
             for i in layers
         )
@@ -281,6 +289,12 @@ _MIXERS: dict[str, Mixer | None] = {
     "none": None,
 }
 """Mixers by the type of a layer, but attention."""
+
+_COMPRESSION: dict[str, Compression] = {
+    "compressed_sparse_attention": "sparse",
+    "heavily_compressed_attention": "heavy",
+}
+"""Entries that attention reads, by the type of a layer."""
 
 _SIZES = (
     "vocab_size",

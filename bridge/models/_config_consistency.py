@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from bridge.models._decoder_fields import DecoderFields
+from bridge.models._entry_consistency import (
+    inconsistent_connections,
+    inconsistent_entries,
+    inconsistent_hashes,
+)
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
@@ -53,7 +58,8 @@ def inconsistencies(config: DecoderFields) -> list[str]:
         )
     wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
     wrong += _inconsistent_sharing(config)
-    wrong += _inconsistent_streams(config)
+    wrong += _inconsistent_streams(config) + inconsistent_entries(config)
+    wrong += inconsistent_connections(config) + inconsistent_hashes(config)
     return wrong + _inconsistent_layers(config)
 
 
@@ -150,8 +156,8 @@ def _inconsistent_streams(config: DecoderFields) -> list[str]:
 
 def _inconsistent_features(config: DecoderFields) -> list[str]:
     wrong = []
-    if (config.swiglu_limit is None) != (config.swiglu_alpha is None):
-        wrong.append("swiglu_limit and swiglu_alpha are set together, or neither")
+    if config.swiglu_limit is None and config.swiglu_alpha is not None:
+        wrong.append("swiglu_alpha without swiglu_limit: its inputs are bounded")
     if config.swiglu_limit is not None and not config.gated_mlp:
         wrong.append("swiglu_limit: gated_mlp is not set")
     if config.moe and config.hidden_act == "xielu":
@@ -211,7 +217,7 @@ def _inconsistent_layers(config: DecoderFields) -> list[str]:
         wrong.append("layer_types are chunked, but attention_chunk_size is None")
     if config.dense_layers and config.moe is None:
         wrong.append("dense_layers are set, but there is no moe")
-    listed = ("dense_layers", "no_rope_layers", "mixer_only_layers")
+    listed = ("dense_layers", "hash_layers", "no_rope_layers", "mixer_only_layers")
     for name in (*listed, "cut_gate_layers"):
         if outside := [i for i in getattr(config, name) if not 0 <= i < layers]:
             wrong.append(f"{name} {outside} are none of the {layers} layers")

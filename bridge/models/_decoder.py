@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +16,7 @@ from bridge.models._decoder_parts import make_head, make_norm
 from bridge.models._float8 import Product, plain_product
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
+from bridge.models._hyper_connections import StreamEnds
 from bridge.models._layer_inputs import position_tables
 from bridge.models._layer_loop import (
     Scan,
@@ -36,25 +37,19 @@ from bridge.models._layer_state import LayerState
 from bridge.models._linear import Embedding
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._per_layer_input import PerLayerInputs
-from bridge.models._positions import Ids, Positions, check_length, positions_in_order
+from bridge.models._positions import (
+    Ids,
+    Positions,
+    check_length,
+    check_whole_rows,
+    positions_in_order,
+)
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._routes import Routes, check_routes
 from bridge.models._scale import scale_by
-
-
-class _Start(NamedTuple):
-    """What the layers receive of tokens.
-
-    Attributes:
-      x: Residual stream before the first layer.
-      positions: Position of each token.
-      inputs_of_layers: Input that each layer has of each token; None for none.
-    """
-
-    x: Stream
-    positions: Ids
-    inputs_of_layers: Float[Array, "layers batch seq size"] | None
+from bridge.models._start import Start
+from bridge.models._token_experts import TokenExperts
 
 
 class Decoder(nnx.Module):
@@ -124,12 +119,8 @@ class Decoder(nnx.Module):
         batch_parts: int = 1,
     ):
         """Initializes all weights; under `nnx.eval_shape`, only their shapes."""
-        indexer = config.indexer or config.block_indexer
-        if indexer is not None and positions is not positions_in_order:
-            raise ValueError(
-                "indexer: it selects among all keys of a row, and these positions are "
-                "of a part of each row. Use cp=1."
-            )
+        if positions is not positions_in_order:
+            check_whole_rows(config)
         if batch_parts < 1:
             raise ValueError(f"batch_parts={batch_parts}: at least 1.")
         ends = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
@@ -174,7 +165,10 @@ class Decoder(nnx.Module):
             )
         if config.altup is not None:
             streams = StreamProjections(config, rngs=rngs, param_dtype=param_dtype)
+        if config.hyper_connections is not None:
+            streams = StreamEnds(config, rngs=rngs, param_dtype=param_dtype)
         self.per_layer_inputs, self.streams = inputs, streams
+        self.token_experts = TokenExperts(config) if config.hash_layers else None
         normed = config.embedding_norm
         self.embed_norm = make_norm(config, param_dtype) if normed else None
 
@@ -345,28 +339,33 @@ class Decoder(nnx.Module):
         """Returns the residual stream before the first layer and after each layer.
 
         Used to find the first layer where two models differ. The last entry is normed,
-        as in transformers. Of several streams, each entry before it is the active one.
+        as in transformers. Of several streams, each entry before it is the active one;
+        of hyper-connections, their mean.
         """
         start = self._start(tokens, positions)
         x, states = self._run(apply_and_keep, start, segment_ids)
         states = in_layer_order(self.config, states)
         if self.config.altup is not None:
             states = states[..., self.config.altup.active, :]
+        if self.config.hyper_connections is not None:
+            states = states.mean(axis=-2)
         return jnp.concatenate([start.x[None], states[:-1], self.norm(x)[None]])
 
-    def _start(self, tokens: Ids, positions: Ids | None) -> _Start:
+    def _start(self, tokens: Ids, positions: Ids | None) -> Start:
         """Returns what the layers receive."""
         if positions is None:
             check_length(self.config, tokens.shape[1], "A row")
             positions = self.positions(tokens)
         x = self.constrain(self._embed(tokens, positions), "embeddings")
-        make = self.per_layer_inputs
-        return _Start(x, positions, None if make is None else make(tokens, x))
+        make, choose = self.per_layer_inputs, self.token_experts
+        inputs = None if make is None else make(tokens, x)
+        experts = None if choose is None else choose(tokens)
+        return Start(x, positions, inputs, experts)
 
     def _run(
         self,
         unit: Unit,
-        start: _Start,
+        start: Start,
         *consts: Any,
         cache: Sequence[LayerState | None] | None = None,
         experts: Routes | None = None,
@@ -383,6 +382,7 @@ class Decoder(nnx.Module):
             (tables, *consts),
             cache=cache,
             experts=experts,
+            token_experts=start.token_experts,
             inputs_of_layers=start.inputs_of_layers,
             products=self.products if len(set(self.products)) > 1 else None,
         )

@@ -5,8 +5,10 @@ from typing import Any, Literal
 
 from bridge.models._altup_config import AltUpConfig
 from bridge.models._block_indexer_config import BlockIndexerConfig
+from bridge.models._compressed_attention_config import CompressedAttentionConfig
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._full_attention_config import FullAttentionConfig
+from bridge.models._hyper_connections_config import HyperConnectionsConfig
 from bridge.models._indexer_config import IndexerConfig
 from bridge.models._kv_sharing_config import KVSharingConfig
 from bridge.models._mamba1_config import Mamba1Config
@@ -24,6 +26,8 @@ LayerType = Literal[
     "sliding_attention",
     "chunked_attention",
     "block_sparse_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
     "short_conv",
     "delta_net",
     "mamba",
@@ -85,6 +89,7 @@ class DecoderFields:
     indexer: IndexerConfig | None = None
     shared_indexer_layers: tuple[int, ...] = ()
     block_indexer: BlockIndexerConfig | None = None
+    compressed_attention: CompressedAttentionConfig | None = None
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
     mamba: MambaConfig | None = None
@@ -105,6 +110,7 @@ class DecoderFields:
     embedding_norm: bool = False
     per_layer_input: PerLayerInputConfig | None = None
     altup: AltUpConfig | None = None
+    hyper_connections: HyperConnectionsConfig | None = None
     laurel_rank: int | None = None
     gate_sparsity: float | None = None
     cut_gate_layers: tuple[int, ...] = ()
@@ -115,6 +121,7 @@ class DecoderFields:
     logits_scaling: float = 1.0
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()
+    hash_layers: tuple[int, ...] = ()
     mixer_only_layers: tuple[int, ...] = ()
     mlp_sizes: tuple[tuple[int, int], ...] = ()
     tie_word_embeddings: bool = False

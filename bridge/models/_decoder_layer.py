@@ -12,6 +12,7 @@ from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
+from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_parts import (
@@ -20,6 +21,7 @@ from bridge.models._decoder_parts import (
     make_channels,
     make_norm,
 )
+from bridge.models._hyper_connections import HyperConnection
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._laurel import Laurel
@@ -166,6 +168,11 @@ class DecoderLayer(nnx.Module):
         if config.laurel_rank is not None:
             laurel = Laurel(config, constrain=constrain, **options)
         self.per_layer_input, self.altup, self.laurel = added, altup, laurel
+        mixer = mlp = None
+        if config.hyper_connections is not None:
+            mixer = HyperConnection(config, **options)
+            mlp = HyperConnection(config, **options)
+        self.mixer_connection, self.mlp_connection = mixer, mlp
 
     def __call__(
         self,
@@ -232,6 +239,8 @@ class DecoderLayer(nnx.Module):
         """Runs the layer on some rows."""
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
+        if self.mixer_connection is not None:
+            return self._run_streams(x, experts, inputs, cache)
         predicted = None
         if self.altup is not None:
             predicted = self.altup.predict(x)
@@ -251,6 +260,25 @@ class DecoderLayer(nnx.Module):
         if mixed.shared is not None:
             after = mixed.shared._replace(stream=stream)
         return _output(after, routed, mixed.cache)
+
+    def _run_streams(
+        self,
+        streams: Streams,
+        experts: Experts | None,
+        inputs: MixerInputs,
+        cache: LayerState | None,
+    ) -> LayerOutput:
+        """Runs the layer on some rows of streams that mixer and MLP mix."""
+        assert self.mixer_connection is not None and self.mlp_connection is not None
+        x, after = self.mixer_connection(streams)
+        normed = _apply(self.input_layernorm, x)
+        mixed = self._mix(normed, self.constrain(normed, "input"), cache, inputs)
+        streams = after.add(streams, self.constrain(mixed.output, "output"))
+        x, after = self.mlp_connection(streams)
+        normed = self.constrain(_apply(self.pre_feedforward_layernorm, x), "input")
+        y, routed = self._feedforward(normed, experts)
+        streams = after.add(streams, self.constrain(y, "output"))
+        return _output(streams, routed, mixed.cache)
 
     def _mix(
         self,
@@ -272,7 +300,7 @@ class DecoderLayer(nnx.Module):
                 attention, normed_input, cache, inputs, shared, is_full=self.is_full
             )
         # Latent attention constrains its latent vectors instead of its input.
-        latent = isinstance(attention, LatentAttention)
+        latent = isinstance(attention, LatentAttention | CompressedAttention)
         return run_attention(
             attention, normed if latent else normed_input, cache, inputs
         )

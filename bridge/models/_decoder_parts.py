@@ -7,6 +7,7 @@ from jaxtyping import DTypeLike
 
 from bridge.models._attention import Attention
 from bridge.models._block_sparse_attention import BlockSparseAttention
+from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
@@ -63,7 +64,7 @@ def make_attention(
     param_dtype: DTypeLike,
     attention: Attention,
     constrain: Constrain,
-) -> SelfAttention:
+) -> SelfAttention | CompressedAttention:
     """Returns the attention of a layer, of the class that its config asks for.
 
     Args:
@@ -81,6 +82,8 @@ def make_attention(
         make = BlockSparseAttention
     elif full is not None and kind.is_full:
         make = partial(SelfAttention, shared_key_value=full.shared_key_value)
+    if config.compressed_attention is not None:
+        make = partial(CompressedAttention, compresses=kind.compresses)
     if config.kv_sharing is not None:
         same = full is not None and kind.is_full and full.shared_key_value
         make = partial(SharedAttention, reuses=kind.reuses, shared_key_value=same)
@@ -113,7 +116,13 @@ def make_channels(
     if kind.channels is None:
         return None
     if kind.channels == "sparse":
-        return MoE(config, rngs=rngs, param_dtype=param_dtype, dispatch=dispatch)
+        return MoE(
+            config,
+            rngs=rngs,
+            param_dtype=param_dtype,
+            dispatch=dispatch,
+            hashes=kind.hashes,
+        )
     return MLP(
         config,
         config.mlp_width(kind),

@@ -90,25 +90,46 @@ class Indexer(nnx.Module):
         query = self._apply_rope(self.q_proj(latent), tables)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         weights = self.weights_proj(x).astype(wide) * self.scale
-        scores = _weighted_scores(query.astype(wide), keys.astype(wide), weights)
-        scores = jnp.where(mask, scores, -jnp.inf)
-        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), self.num_selected)
-        batch, seq, count = scores.shape
-        rows = jnp.arange(batch)[:, None, None], jnp.arange(seq)[None, :, None]
-        selected = jnp.zeros((batch, seq, count), jnp.bool_).at[*rows, chosen].set(True)
-        return selected & mask
+        scores = weighted_scores(query.astype(wide), keys.astype(wide), weights)
+        return select_highest(jax.lax.stop_gradient(scores), mask, self.num_selected)
 
     def _apply_rope(self, heads: Array, tables: PositionTables) -> Array:
         assert tables.cos is not None and tables.sin is not None
         return apply_rope(heads, tables.cos, tables.sin, interleaved=self.interleaved)
 
 
-def _weighted_scores(
+def select_highest(
+    scores: Float[Array, "batch seq keys"],
+    mask: Bool[Array, "#batch seq keys"],
+    num_selected: int,
+) -> Selected:
+    """Returns the keys of the highest scores, of those in the mask.
+
+    Args:
+      scores: Score of each key.
+      mask: True for keys that a token may attend to.
+      num_selected: Number of keys to select.
+    """
+    scores = jnp.where(mask, scores, -jnp.inf)
+    _, chosen = jax.lax.top_k(scores, num_selected)
+    batch, seq, count = scores.shape
+    rows = jnp.arange(batch)[:, None, None], jnp.arange(seq)[None, :, None]
+    selected = jnp.zeros((batch, seq, count), jnp.bool_).at[*rows, chosen].set(True)
+    return selected & mask
+
+
+def weighted_scores(
     query: Float[Array, "batch seq heads index_dim"],
     keys: IndexKeys,
     weights: Float[Array, "batch seq heads"],
 ) -> Float[Array, "batch seq keys"]:
-    """Sums the scores head by head, so that those of all heads never exist at once."""
+    """Sums the scores head by head, so that those of all heads never exist at once.
+
+    Args:
+      query: Queries of the heads.
+      keys: Keys, shared by all heads.
+      weights: Weight of each head.
+    """
 
     def add(total: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
         own, weight = head

@@ -16,6 +16,8 @@ from bridge.models._rope_config import RopeConfig
 
 # Window of a full-attention layer among sliding ones: wider than any sequence.
 _NO_WINDOW = 2**30
+# Layers that slide and read entries, with the rope of full-attention layers.
+_WITH_ENTRIES = ("compressed_sparse_attention", "heavily_compressed_attention")
 
 
 class _PositionUse(NamedTuple):
@@ -144,7 +146,8 @@ def _uses_of_layers(config: DecoderConfig) -> list[_PositionUse]:
     types = config.layer_types or ("full_attention",) * config.num_hidden_layers
     for layer, window in enumerate(config.windows):
         has_rope = layer not in config.no_rope_layers
-        rope = (config.rope if window is None else sliding) if has_rope else None
+        slides = window is not None and types[layer] not in _WITH_ENTRIES
+        rope = (sliding if slides else config.rope) if has_rope else None
         scale = config.query_scale
         if scale is not None and scale.no_rope_only and has_rope:
             scale = None

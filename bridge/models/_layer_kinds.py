@@ -13,6 +13,12 @@ Mixer = Literal[
 The last is two of them side by side.
 """
 
+Compression = Literal["sparse", "heavy"]
+"""Entries that attention reads beside single tokens.
+
+Those of few tokens, of which an indexer selects some, or those of many tokens.
+"""
+
 Channels = Literal["dense", "sparse"]
 """Part of a layer that works on each token alone: an MLP, or a mixture of experts."""
 
@@ -29,6 +35,8 @@ class LayerKind:
       reuses: Whether it attends to keys and values of an earlier layer.
       cuts_gate: Whether its MLP keeps only the largest values of the gate.
       mlp_size: Width inside its MLP; None for that of the config.
+      compresses: Entries that its attention reads; None for none.
+      hashes: Whether the experts of a token follow from its id.
     """
 
     mixer: Mixer | None = "attention"
@@ -38,6 +46,8 @@ class LayerKind:
     reuses: bool = False
     cuts_gate: bool = False
     mlp_size: int | None = None
+    compresses: Compression | None = None
+    hashes: bool = False
 
     @property
     def attends(self) -> bool:

@@ -15,6 +15,7 @@ from bridge.models._config import DecoderConfig
 from bridge.models._decoder_layer import DecoderLayer, Experts, PerLayer
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
+from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_mixer import Stream
 from bridge.models._layer_products import LayerProducts, with_products
 from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
@@ -93,6 +94,7 @@ def run_layers(
     *,
     cache: Sequence[LayerState | None] | None = None,
     experts: Int[Array, "layers batch seq chosen"] | None = None,
+    token_experts: Int[Array, "layers batch seq chosen"] | None = None,
     inputs_of_layers: Float[Array, "layers batch seq size"] | None = None,
     products: Sequence[LayerProducts] | None = None,
 ) -> tuple[Stream, list[Any]]:
@@ -108,6 +110,8 @@ def run_layers(
       consts: Trees that all layers receive.
       cache: Cache of each stack; None without one.
       experts: Experts of each token in each layer that has any; None if routers choose.
+      token_experts: Experts that follow from the tokens, in each layer that hashes;
+        None without such layers. `experts` are in place of them.
       inputs_of_layers: Input that each layer has of each token; None for none.
       products: Products of each layer; None for those that the layers have.
 
@@ -115,7 +119,6 @@ def run_layers(
       Residual stream, and one `y` per stack, with a leading layer dim.
     """
     inputs, ys = per_layer(config), []
-    sparse = {layer: i for i, layer in enumerate(sparse_layers(config))}
     stacks = iter(enumerate(config.layer_stacks))
     carry = _first_carry(config, x, cache)
     for block in blocks:
@@ -126,8 +129,8 @@ def run_layers(
             }
             if inputs_of_layers is not None:
                 own["input"] = inputs_of_layers[np.asarray(stack.layers)]
-            if experts is not None and stack.kind.channels == "sparse":
-                own["experts"] = experts[np.asarray([sparse[i] for i in stack.layers])]
+            chosen = _experts_of_stack(config, stack, experts, token_experts)
+            own |= {} if chosen is None else {"experts": chosen}
             if products is not None:
                 own_products.append([products[i] for i in stack.layers])
             xs.append((own,) if cache is None else (own, cache[number]))
@@ -144,6 +147,22 @@ def run_layers(
             carry, y = scan(run, layers, carry, **given, static=static)
         ys += [y] if len(block) == 1 else y
     return _stream(carry), ys
+
+
+def _experts_of_stack(
+    config: DecoderConfig,
+    stack: LayerStack,
+    experts: Int[Array, "layers batch seq chosen"] | None,
+    token_experts: Int[Array, "layers batch seq chosen"] | None,
+) -> Int[Array, "layers batch seq chosen"] | None:
+    """Returns the experts that the layers of a stack do not choose themselves."""
+    if experts is not None and stack.kind.channels == "sparse":
+        sparse = sparse_layers(config)
+        return experts[np.asarray([sparse.index(i) for i in stack.layers])]
+    if token_experts is not None and stack.kind.hashes:
+        hashed = [config.hash_layers.index(i) for i in stack.layers]
+        return token_experts[np.asarray(hashed)]
+    return None
 
 
 def _first_carry(

@@ -7,9 +7,15 @@ from jaxtyping import Array, Float, Int
 from bridge.models._attention import Window
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
+from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._indexer import Selected
-from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
+from bridge.models._layer_state import (
+    CompressedKeyValues,
+    IndexedKeyValues,
+    KeyValues,
+    LayerState,
+)
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence
 from bridge.models._self_attention import SelfAttention
@@ -73,7 +79,10 @@ class StatefulMixer(Protocol):
 
 
 def run_attention(
-    attention: SelfAttention, x: Stream, cache: LayerState | None, inputs: MixerInputs
+    attention: SelfAttention | CompressedAttention,
+    x: Stream,
+    cache: LayerState | None,
+    inputs: MixerInputs,
 ) -> MixerOutput:
     """Runs attention to the keys and values of the layer.
 
@@ -84,9 +93,12 @@ def run_attention(
       inputs: What it reads beside `x`.
     """
     own, window = inputs.tables, inputs.window
-    slots = inputs.slots
-    if slots is not None and isinstance(cache, KeyValues | IndexedKeyValues):
-        return MixerOutput(*attention.extend(x, own, cache, slots, window))
+    if inputs.slots is not None and cache is not None:
+        if isinstance(attention, CompressedAttention):
+            assert isinstance(cache, CompressedKeyValues)
+            return MixerOutput(*attention.extend(x, own, cache, inputs.slots, window))
+        if isinstance(cache, KeyValues | IndexedKeyValues):
+            return MixerOutput(*attention.extend(x, own, cache, inputs.slots, window))
     return MixerOutput(attention(x, own, inputs.segment_ids, window), cache)
 
 

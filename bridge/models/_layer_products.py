@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 import jax
 from flax import nnx
 
+from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._float8 import Product, plain_product
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
@@ -99,5 +100,5 @@ def _projections(layer: nnx.Module) -> Iterator[Linear]:
     Routers are none of them: their choices flip on small differences.
     """
     for _, module in nnx.iter_modules(layer):
-        if isinstance(module, SelfAttention | MLP):
+        if isinstance(module, SelfAttention | CompressedAttention | MLP):
             yield from (one for one in vars(module).values() if isinstance(one, Linear))

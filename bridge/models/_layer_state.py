@@ -16,6 +16,18 @@ class KeyValues(NamedTuple):
     value: Float[Array, "batch slots kv_heads v_head_dim"]
 
 
+class CompressorInputs(NamedTuple):
+    """What a compressor projects each token to.
+
+    Attributes:
+      values: Values, of which an entry is the weighted mean.
+      gates: Logits of their weights.
+    """
+
+    values: Float[Array, "batch tokens width"]
+    gates: Float[Array, "batch tokens width"]
+
+
 class IndexedKeyValues(NamedTuple):
     """Cache of attention to the keys that an indexer selects.
 
@@ -26,6 +38,23 @@ class IndexedKeyValues(NamedTuple):
 
     attention: KeyValues
     index_key: Float[Array, "batch slots index_dim"]
+
+
+class CompressedKeyValues(NamedTuple):
+    """Cache of attention to single tokens and to entries of several.
+
+    Entries are made anew of what their compressor projects, so that a token is one slot
+    here too.
+
+    Attributes:
+      key: Keys, which are also the values, and which all heads share.
+      entries: Values and gates of the compressor; None in a layer without one.
+      index_entries: Those of the compressor of the indexer; None without an indexer.
+    """
+
+    key: Float[Array, "batch slots head_dim"]
+    entries: CompressorInputs | None = None
+    index_entries: CompressorInputs | None = None
 
 
 class ConvState(NamedTuple):
@@ -93,6 +122,7 @@ class AttentionMambaState(NamedTuple):
 LayerState = (
     KeyValues
     | IndexedKeyValues
+    | CompressedKeyValues
     | ConvState
     | DeltaNetState
     | MambaState

@@ -32,18 +32,30 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
 """
 
 
-def clamped_swiglu(gate: Array, up: Array, limit: float, alpha: float) -> Array:
-    """Returns `(up + 1) * gate * sigmoid(alpha * gate)` of bounded inputs.
+def gated(
+    activation: Callable[[Array], Array],
+    gate: Array,
+    up: Array,
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Array:
+    """Returns the gated values inside an MLP: `activation(gate) * up`.
 
     Args:
-      gate: Values of the gate, bounded from above.
-      up: Values that it multiplies, bounded from both sides.
-      limit: The bound.
-      alpha: Factor in the sigmoid.
+      activation: Function of the gate.
+      gate: Values of the gate.
+      up: Values that it multiplies.
+      limit: Bound on the gate from above, and on `up` from both sides; None for none.
+      alpha: Factor in the sigmoid of `(up + 1) * gate * sigmoid(alpha * gate)`, which
+        is returned in the place of the above; None for that.
 
-    Source: transformers `modeling_gpt_oss.py::GptOssExperts`.
+    Source: transformers `modeling_gpt_oss.py::GptOssExperts`,
+      `modeling_deepseek_v4.py::DeepseekV4MLP`.
     """
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    if alpha is None:
+        return activation(gate) * up
     return (up + 1) * gate * jax.nn.sigmoid(gate * alpha)
 
 
@@ -85,7 +97,7 @@ class MLP(nnx.Module):
         learned = config.hidden_act == "xielu"
         self.xielu = XIELU(param_dtype=param_dtype) if learned else None
         self.activation = config.hidden_act
-        self.clamp = config.swiglu_limit, config.swiglu_alpha
+        self.limit, self.alpha = config.swiglu_limit, config.swiglu_alpha
         self.cut = None
         if sparsity is not None:
             self.cut = statistics.NormalDist().inv_cdf(sparsity)
@@ -95,21 +107,13 @@ class MLP(nnx.Module):
         self, x: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq embed"]:
         """Applies the MLP to each token."""
+        activation = self.xielu or ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            inside = self._activation()(self.up_proj(x))
+            inside = activation(self.up_proj(x))
         else:
-            gate = scale_by(self.gate_proj(x), self.multipliers.gate)
-            inside = self._gated(self._largest(gate), self.up_proj(x))
+            gate = self._largest(scale_by(self.gate_proj(x), self.multipliers.gate))
+            inside = gated(activation, gate, self.up_proj(x), self.limit, self.alpha)
         return scale_by(self.down_proj(inside), self.multipliers.down)
-
-    def _activation(self) -> Callable[[Array], Array]:
-        return self.xielu or ACTIVATIONS[self.activation]
-
-    def _gated(self, gate: Array, up: Array) -> Array:
-        limit, alpha = self.clamp
-        if limit is None or alpha is None:
-            return self._activation()(gate) * up
-        return clamped_swiglu(gate, up, limit, alpha)
 
     def _largest(
         self, gate: Float[Array, "batch seq mlp"]

@@ -16,7 +16,7 @@ from bridge.models._expert_split import ExpertKernels, is_split, run_split, spli
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
 from bridge.models._linear import Linear
-from bridge.models._mlp import ACTIVATIONS, MLP, clamped_swiglu
+from bridge.models._mlp import ACTIVATIONS, MLP, gated
 from bridge.models._moe_norms import MoENorms
 from bridge.models._router import Router
 from bridge.models._router_stats import RouterStats, router_stats
@@ -181,9 +181,7 @@ class Experts(nnx.Module):
 
     def _activate(self, gate: Array, up: Array) -> Array:
         limit, alpha = self.moe.swiglu_limit, self.moe.swiglu_alpha
-        if limit is None or alpha is None:
-            return ACTIVATIONS[self.activation](gate) * up
-        return clamped_swiglu(gate, up, limit, alpha)
+        return gated(ACTIVATIONS[self.activation], gate, up, limit, alpha)
 
 
 def _halves(
@@ -253,6 +251,7 @@ class MoE(nnx.Module):
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
       dispatch: Function that runs experts, with the signature of `sorted_dispatch`.
+      hashes: Whether the router only weights experts that follow from the token's id.
     """
 
     def __init__(
@@ -262,12 +261,15 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
         dispatch: Dispatch = sorted_dispatch,
+        hashes: bool = False,
     ):
         """Initializes router, experts, shared MLP and its gate."""
         moe = config.moe
         assert moe is not None
         std, embed = config.initializer_range, config.hidden_size
-        self.router = Router(moe, embed, std=std, rngs=rngs, param_dtype=param_dtype)
+        self.router = Router(
+            moe, embed, chooses=not hashes, std=std, rngs=rngs, param_dtype=param_dtype
+        )
         self.experts = Experts(config, rngs=rngs, param_dtype=param_dtype)
         shared = partial(MLP, config, bias=False, rngs=rngs, param_dtype=param_dtype)
         width = moe.shared_intermediate_size
@@ -355,13 +357,15 @@ def correction_bias_paths(config: DecoderConfig) -> tuple[str, ...]:
     """
     if config.moe is None or not config.moe.correction_bias:
         return ()
-    return tuple(f"{path}.router.correction_bias" for path in _paths(config))
+    return tuple(
+        f"{path}.router.correction_bias" for path in _paths(config, hashed=False)
+    )
 
 
-def _paths(config: DecoderConfig) -> list[str]:
+def _paths(config: DecoderConfig, *, hashed: bool = True) -> list[str]:
     """Returns the path of the `MoE` module of each stack of sparse layers."""
     return [
         f"{stack.path}.mlp"
         for stack in config.layer_stacks
-        if stack.kind.channels == "sparse"
+        if stack.kind.channels == "sparse" and (hashed or not stack.kind.hashes)
     ]

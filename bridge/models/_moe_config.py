@@ -5,7 +5,9 @@ from typing import Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 
-Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"]
+Scoring = Literal[
+    "softmax", "sigmoid", "sqrtsoftplus", "softmax_of_chosen", "sparsemixer"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,15 +19,16 @@ class MoEConfig:
       num_experts_per_tok: Number of experts per token.
       intermediate_size: Width inside an expert.
       scoring: Scores of the router's logits: `softmax` over all experts, `sigmoid` of
-        each, `softmax_of_chosen`, over the logits of the chosen experts only, or
-        `sparsemixer`: of two experts, chosen one after the other, each weighted by a
-        softmax over the logits close to its own. Its sampling in training is not
+        each, `sqrtsoftplus`, the root of the softplus of each, `softmax_of_chosen`,
+        over the logits of the chosen experts only, or `sparsemixer`: of two experts,
+        chosen one after the other, each weighted by a softmax over the logits close to
+        its own. Its sampling in training is not
         modelled: experts are chosen as in evaluation.
       sparsemixer_jitter: Half of the relative distance up to which logits are close;
         set if and only if `scoring` is `sparsemixer`.
       norm_topk_prob: Whether the weights of the chosen experts are divided by their
         sum.
-      norm_topk_eps: Epsilon added to that sum, for `sigmoid`.
+      norm_topk_eps: Epsilon added to that sum, for `sigmoid` and `sqrtsoftplus`.
       routed_scaling_factor: Factor of the weights, applied last.
       n_group: Number of expert groups, of which a token first chooses some; None to
         choose among all experts.
@@ -41,9 +44,11 @@ class MoEConfig:
       expert_bias: Whether the experts' projections have biases.
       latent_size: Width of the vectors that experts see, projected from the token and
         back; None for the token itself.
-      swiglu_limit: Bound on the inputs of the gated activation, which then is
-        `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`; None for the plain one.
-      swiglu_alpha: Factor in the sigmoid; set if and only if `swiglu_limit` is.
+      swiglu_limit: Bound on the inputs of the experts' gated activation; None for no
+        bound. That of the shared MLP is the config's own.
+      swiglu_alpha: Factor in the sigmoid of the activation
+        `(up + 1) * gate * sigmoid(swiglu_alpha * gate)`, whose inputs are bounded;
+        None for the plain one.
       shared_intermediate_size: Width of an additional MLP shared by all tokens; None
         for no such MLP.
       shared_gate: Whether a sigmoid gate per token scales the shared MLP's output.
@@ -58,7 +63,7 @@ class MoEConfig:
 
     Source: transformers `modeling_mixtral.py`, `modeling_qwen2_moe.py`,
       `modeling_gpt_oss.py`, `modeling_deepseek_v2.py`, `modeling_deepseek_v3.py`,
-      each `*TopKRouter` and `*Experts`.
+      `modeling_deepseek_v4.py`, each `*TopKRouter` and `*Experts`.
     """
 
     num_experts: int
@@ -117,8 +122,8 @@ class MoEConfig:
             ]
         if self.n_group is not None and self.topk_group is not None:
             wrong += self._inconsistent_groups(self.n_group, self.topk_group)
-        if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
-            wrong.append("swiglu_limit and swiglu_alpha are set together, or neither")
+        if self.swiglu_limit is None and self.swiglu_alpha is not None:
+            wrong.append("swiglu_alpha without swiglu_limit: its inputs are bounded")
         if self.own_norms and self.shared_intermediate_size is None:
             wrong.append("own_norms: beside an MLP of shared_intermediate_size")
         if self.own_norms and (self.latent_size or self.weighted_inputs):

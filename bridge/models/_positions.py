@@ -44,3 +44,26 @@ def check_length(config: DecoderConfig, length: int, subject: str) -> None:
             f"{subject}: {length} tokens, but this {config.model_type} has learned "
             f"positions for max_position_embeddings = {longest}. Use at most {longest}."
         )
+
+
+def check_whole_rows(config: DecoderConfig) -> None:
+    """Checks that attention reads rows of which a device has a part.
+
+    Args:
+      config: Config of the decoder.
+
+    Raises:
+      ValueError: If attention reads whole rows.
+    """
+    wrong = []
+    if config.indexer is not None:
+        wrong.append("indexer: it selects among all keys of a row")
+    if config.block_indexer is not None:
+        wrong.append("block_indexer: it selects among all blocks of a row")
+    if config.compressed_attention is not None:
+        wrong.append("compressed_attention: its entries are of all windows of a row")
+    if wrong:
+        raise ValueError(
+            f"{'; '.join(wrong)}, and these positions are of a part of each row. Use "
+            "cp=1."
+        )

@@ -109,6 +109,27 @@ def apply_rope(
     return jnp.concatenate([joined, rest], axis=-1)
 
 
+def rotate_last(
+    heads: Float[Array, "batch seq heads head_dim"],
+    cos: Table,
+    sin: Table,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Rotates the last dims of each head by pairs of two adjacent ones.
+
+    Args:
+      heads: Queries or keys.
+      cos: Cosines from `rope_tables`.
+      sin: Sines from `rope_tables`; negated to turn back.
+
+    Returns:
+      Rotated queries or keys.
+    """
+    kept = heads.shape[-1] - 2 * cos.shape[-1]
+    rest, rotary = jnp.split(heads, [kept], axis=-1)
+    rotated = apply_rope(rotary, cos, sin, interleaved=True)
+    return jnp.concatenate([rest, rotated], axis=-1)
+
+
 def inverse_frequencies(
     rope: RopeConfig, dim: int, *, beyond: bool = False
 ) -> Frequencies:

@@ -18,6 +18,7 @@ class Router(nnx.Module):
     Args:
       config: Config of the experts.
       hidden_size: Width of a token.
+      chooses: Whether it chooses experts; else it weights those it is given.
       std: Standard deviation of the initial kernel.
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
@@ -30,6 +31,7 @@ class Router(nnx.Module):
         config: MoEConfig,
         hidden_size: int,
         *,
+        chooses: bool = True,
         std: float,
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
@@ -46,7 +48,9 @@ class Router(nnx.Module):
         # Always float32, as in transformers: it is updated in steps of 1e-3, which
         # would be lost in bfloat16.
         bias = jnp.zeros(config.num_experts, jnp.float32)
-        self.correction_bias = nnx.Param(bias) if config.correction_bias else None
+        corrected = config.correction_bias and chooses
+        self.correction_bias = nnx.Param(bias) if corrected else None
+        self.chooses = chooses
         scales = jnp.ones(config.num_experts, param_dtype)
         self.expert_scale = nnx.Param(scales) if config.expert_scale else None
         self.config = config
@@ -80,16 +84,15 @@ class Router(nnx.Module):
         if config.scoring == "sparsemixer":
             experts = self._choose(logits) if experts is None else experts
             return experts, self._weights_among_close(logits, experts), logits
-        function = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
-        scores = function[config.scoring](_widen(logits))
+        scores = _SCORES[config.scoring](_widen(logits))
         if experts is None:
             wide = _widen(logits)
             experts = self._choose(wide if config.corrected_logits else scores)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.norm_topk_prob:
             total = weights.sum(axis=-1, keepdims=True)
-            # A sum of sigmoids can underflow to 0; a sum of top softmaxes cannot.
-            least = config.norm_topk_eps if config.scoring == "sigmoid" else 0
+            # Scores that are not of a softmax can all underflow to 0.
+            least = 0 if config.scoring == "softmax" else config.norm_topk_eps
             weights /= total + least
         weights *= config.routed_scaling_factor
         if self.expert_scale is not None:
@@ -128,6 +131,11 @@ class Router(nnx.Module):
         self, scores: Float[Array, "batch seq experts"]
     ) -> Int[Array, "batch seq chosen"]:
         """Returns the experts of the best scores, best first."""
+        if not self.chooses:
+            raise ValueError(
+                "hash_layers: the experts of a token follow from its id, and this "
+                "router was given none. Run the layer by its Decoder."
+            )
         if self.correction_bias is not None:
             # It changes only the choice, not the weights, to balance the load; it is
             # not trained by gradients.
@@ -135,6 +143,18 @@ class Router(nnx.Module):
             scores = scores + jnp.expand_dims(bias.astype(scores.dtype), (0, 1))
         scores = _mask_groups(scores, self.config)
         return jax.lax.top_k(scores, self.config.num_experts_per_tok)[1]
+
+
+def _root_of_softplus(logits: Array) -> Array:
+    return jnp.sqrt(jax.nn.softplus(logits))
+
+
+_SCORES = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": _root_of_softplus,
+}
+"""Scores of all experts, by `MoEConfig.scoring`."""
 
 
 def _widen(x: Array) -> Array:

@@ -16,6 +16,7 @@ _COLUMNS = {
     "lm_head.bias": -1,
     **{f"self_attn.{name}_proj.kernel": -2 for name in ("q", "k", "v", "q_b", "kv_b")},
     **{f"self_attn.{name}_proj.bias": -2 for name in "qkv"},
+    "self_attn.o_a_proj.kernel": -4,
     "self_attn.q_gate.kernel": -2,
     "self_attn.q_gate.bias": -2,
     "gate_proj.kernel": -1,
@@ -53,6 +54,7 @@ _COLUMNS |= {
 # Split by rows: each rank computes a partial sum.
 _ROWS = {
     "self_attn.o_proj.kernel": -3,
+    "self_attn.o_b_proj.kernel": -3,
     "delta_net.o_proj.kernel": -3,
     "mamba.o_proj.kernel": -3,
     **{f"mamba1.{name}_proj.kernel": -2 for name in ("step", "b", "c", "o")},
@@ -87,9 +89,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
       Split dim, negative, by path of the parameter.
 
     Raises:
-      ValueError: If the query heads, the heads of a delta net or of Mamba 2, the
-        channels of Mamba 1 or of a short convolution, or the width of an MLP or of
-        experts are not divisible by `ranks`. All are listed.
+      ValueError: If the query heads or their groups, the heads of a delta net or of
+        Mamba 2, the channels of Mamba 1 or of a short convolution, or the width of an
+        MLP or of experts are not divisible by `ranks`. All are listed.
 
     Examples:
       >>> rules = bridge.models.tensor_parallel_rules(config, ranks=2)
@@ -120,6 +122,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     sizes = {}
     if any(kind.attends for kind in config.layer_kinds):
         sizes["num_attention_heads"] = config.num_attention_heads
+    if (compressed := config.compressed_attention) is not None:
+        sizes["compressed_attention.o_groups"] = compressed.o_groups
     if "delta_net" in mixers and (delta := config.delta_net) is not None:
         sizes["delta_net.num_key_heads"] = delta.num_key_heads
         sizes["delta_net.num_value_heads"] = delta.num_value_heads

@@ -138,7 +138,11 @@ def _uncastable(
         for pattern in rule.sources
         for key in matching(pattern, names)
         for path in rule.destinations
-        if path in leaves and not castable(source.dtype(key), leaves[path].dtype)
+        if path in leaves
+        and not castable(
+            *(source.dtype(key), leaves[path].dtype),
+            is_table=rule.integers is not None,
+        )
     ]
 
 

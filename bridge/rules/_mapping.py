@@ -109,15 +109,22 @@ class Mapping:
         return [name for name, numbers in users.items() if len(numbers) > 1]
 
 
-def castable(stored: DTypeLike, wanted: DTypeLike) -> bool:
+def castable(stored: DTypeLike, wanted: DTypeLike, *, is_table: bool = False) -> bool:
     """Returns whether values may be cast: equal dtypes, or both floating point.
 
     An abstract tree of another float dtype requests the cast: float32 weights are
     rounded to bfloat16, or bfloat16 weights widened to float32 main weights. Integers
-    are tables or packed values, so a cast to or from them would be a mistake.
+    are tables or packed values, so a cast to or from them would be a mistake, but for
+    tables that a rule names.
+
+    Args:
+      stored: Dtype of the values.
+      wanted: Dtype to cast them to.
+      is_table: Whether a rule says that they are integers on one side.
     """
-    floats = [jnp.issubdtype(dtype, jnp.floating) for dtype in (stored, wanted)]
-    return jnp.dtype(stored) == jnp.dtype(wanted) or all(floats)
+    kind = jnp.number if is_table else jnp.floating
+    allowed = [jnp.issubdtype(dtype, kind) for dtype in (stored, wanted)]
+    return jnp.dtype(stored) == jnp.dtype(wanted) or all(allowed)
 
 
 def _group(pieces: Iterable[Piece], side: str) -> dict[str, list[Piece]]:
@@ -182,5 +189,9 @@ def _uncastable(
         f"{leaves[p.destination].dtype}"
         for p in pieces
         if p.source in tensors and p.destination in leaves
-        if not castable(tensors[p.source].dtype, leaves[p.destination].dtype)
+        if not castable(
+            tensors[p.source].dtype,
+            leaves[p.destination].dtype,
+            is_table=p.integers is not None,
+        )
     ]

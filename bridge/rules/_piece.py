@@ -22,6 +22,8 @@ class Piece:
       destination_box: Section of the leaf, one position wide in each stacked dim.
       layout: Layout between the two sections, without stacked dims.
       sizes: Size of each dim that the layout names.
+      integers: Integer dtype of the tensor in a file that is written, where the leaf
+        holds a table as floating point numbers; None for weights.
     """
 
     source: str
@@ -32,6 +34,7 @@ class Piece:
     destination_box: Box
     layout: Layout
     sizes: Sizes
+    integers: str | None = None
 
     @property
     def num_elements(self) -> int:

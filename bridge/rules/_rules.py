@@ -8,13 +8,13 @@ a cast, bit-exact.
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from bridge._box import Box, Range, whole
 from bridge.rules._layout import Layout, Sizes
 from bridge.rules._piece import Piece
 
-RuleSizes = Mapping[str, int | range]
+RuleSizes = Mapping[str, int | Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Rule:
         along which several are concatenated (stacked dims not counted).
       repeat: Leading factor of that dim of the source, for each position of which the
         parts of a split tensor come again; None if each part is one range.
+      integers: Integer dtype of a table in the file, which the leaf holds as floating
+        point numbers, such as "int64"; None for weights.
 
     Raises:
       ValueError: If sources, destinations, layouts and `dim` are inconsistent.
@@ -63,6 +65,7 @@ class Rule:
     layout: str | tuple[str, ...] | None = None
     dim: int = 0
     repeat: str | None = None
+    integers: str | None = None
 
     def __post_init__(self):
         """Validates what does not depend on sizes."""
@@ -139,7 +142,7 @@ class Rule:
 
         Args:
           sizes: Size of each dim that the layouts name; for each `{name}`, its size or
-            the range of its numbers.
+            its numbers.
         """
         names = _captures(self.sources[0])
         numbers = [_numbers(sizes[name]) for name in names]
@@ -181,6 +184,7 @@ class Rule:
                 destination_box=origin + box,
                 layout=layout,
                 sizes=sizes,
+                integers=self.integers,
             )
 
     def _repeats(self, layout: Layout) -> bool:
@@ -244,8 +248,8 @@ def _as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else value
 
 
-def _numbers(size: int | range) -> range:
-    return size if isinstance(size, range) else range(size)
+def _numbers(size: int | Sequence[int]) -> Sequence[int]:
+    return range(size) if isinstance(size, int) else size
 
 
 def _twice(names: tuple[str, ...]) -> list[str]:

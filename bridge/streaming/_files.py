@@ -41,9 +41,13 @@ def entries_of(
     for key, parts in pieces.items():
         stored = {jnp.dtype(leaves[part.destination].dtype) for part in parts}
         target = jnp.dtype(dtype) if dtype is not None else max(stored, key=str)
+        integers = parts[0].integers
+        if integers is not None:
+            target = np.dtype(integers)
+        is_table = integers is not None
         if len(stored) > 1 and dtype is None:
             wrong.append(f"  {key}: made of leaves of several dtypes, give a `dtype`")
-        elif not all(castable(source, target) for source in stored):
+        elif not all(castable(source, target, is_table=is_table) for source in stored):
             wrong.append(f"  {key}: {max(stored, key=str)} is not cast to {target}")
         elif target not in DTYPE_NAMES:
             wrong.append(f"  {key}: safetensors files do not know {target}")

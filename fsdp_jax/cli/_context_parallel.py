@@ -96,6 +96,11 @@ def check_context(
             f"cp={cp}: an indexer selects {config.block_indexer.num_blocks} blocks of "
             "a row, and each rank would know those of its part. Use cp=1."
         )
+    if config.compressed_attention is not None:
+        raise ValueError(
+            f"cp={cp}: compressed_attention makes entries of all windows of a row, and "
+            "each rank would know those of its part. Use cp=1."
+        )
     ropes = (config.rope, config.sliding_rope)
     if any(rope is not None and rope.rope_type == "longrope" for rope in ropes):
         raise ValueError(

@@ -26,6 +26,7 @@ from bridge.models import (
     float8_product,
     mxfp8_product,
     tensor_parallel_rules,
+    token_expert_paths,
 )
 from fsdp_jax.cli._attention_table import attention_choices, settings_of
 from fsdp_jax.cli._context_parallel import (
@@ -139,12 +140,12 @@ def _product_options(
 
 def _of_decoder(given: fsdp.FSDPConfig, config: DecoderConfig) -> fsdp.FSDPConfig:
     """Returns the sharding with what the layers of the decoder ask for."""
-    biases = correction_bias_paths(config)
+    kept = correction_bias_paths(config) + token_expert_paths(config)
     return dataclasses.replace(
         given,
         pipeline=dataclasses.replace(given.pipeline, stack=_stack(config)),
         mp_policy=dataclasses.replace(
-            given.mp_policy, param_name_patterns_in_fp32=biases
+            given.mp_policy, param_name_patterns_in_fp32=kept
         ),
         frozen=_frozen(config, given),
         expert_parallel=expert_parallel_rules(config),

@@ -99,7 +99,7 @@ def test_rows_whose_blocks_are_all_selected_run_no_indexer():
     [
         ({"block_indexer": None}, facts("block_sparse_attention", "block_indexer")),
         ({"num_key_value_heads": 1}, facts("num_key_value_heads 1", "num_heads 2")),
-        ({"swiglu_alpha": None}, facts("swiglu_limit", "swiglu_alpha")),
+        ({"swiglu_limit": None}, facts("swiglu_limit", "swiglu_alpha")),
     ],
 )
 def test_sizes_that_contradict_one_another_are_refused(changes, says):

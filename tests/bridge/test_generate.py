@@ -19,19 +19,21 @@ pytestmark = pytest.mark.torch
 # Learned positions, latent attention, sinks, caps, windows, interleaved ropes, experts,
 # rows before position 0, heads normed once they are turned, states of other mixers,
 # two mixers side by side, distances, queries that grow, keys that an indexer selects,
-# keys of an earlier layer, blocks of keys.
+# keys of an earlier layer, entries of several tokens,
+# blocks of keys.
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("falcon_h1", "mamba2", "bloom", "ministral3", "llama4", "mamba", "jamba"),
     *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n", "lfm2_moe", "lfm3"),
-    "minimax_m3",
+    *("deepseek_v4", "minimax_m3"),
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.
 CHANGES = {"llama4": {"floor_scale": 64}}
-# There its blocks of keys begin with the padding: each prompt is run by itself.
-BLOCKS = {"minimax_m3"}
+# transformers counts that padding among the tokens of the first entries, and of the
+# first blocks: here each prompt is alone.
+ALONE = {"deepseek_v4", "minimax_m3"}
 NEW, WIDTH = 9, 19
 LENGTHS = np.array([19, 3, 11])
 
@@ -46,7 +48,7 @@ class Case:
     model: object
     torch_model: object
     prompts: np.ndarray
-    in_blocks: bool
+    padded: bool
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -55,8 +57,8 @@ def case(request, tmp_path_factory) -> Case:
     hf = make_model(path, request.param, **CHANGES.get(request.param, {}))
     torch_model = AutoModelForCausalLM.from_pretrained(hf.path).eval()
     prompts = np.random.default_rng(0).integers(5, 90, (len(LENGTHS), WIDTH))
-    alone = request.param in BLOCKS
-    return Case(load_model(hf.path), torch_model, prompts, alone)
+    padded = request.param not in ALONE
+    return Case(load_model(hf.path), torch_model, prompts, padded)
 
 
 def written(model, prompts, **options):
@@ -65,13 +67,10 @@ def written(model, prompts, **options):
 
 
 def written_by_transformers(case: Case) -> np.ndarray:
-    """Prompts padded from the left, as it wants them."""
-    if case.in_blocks:
-        rows = [
-            greedy(case.torch_model, np.array([prompt[:length]]))[0]
-            for prompt, length in zip(case.prompts, LENGTHS, strict=True)
-        ]
-        return np.stack(rows)
+    """Prompts padded from the left, as it wants them, or each alone."""
+    if not case.padded:
+        pairs = zip(case.prompts, LENGTHS, strict=True)
+        return np.concatenate([generated(case, p[None, :n]) for p, n in pairs])
     left = np.zeros((len(LENGTHS), WIDTH), np.int64)
     mask = np.zeros_like(left)
     for row, prompt, length in zip(
@@ -79,14 +78,13 @@ def written_by_transformers(case: Case) -> np.ndarray:
     ):
         left[row, WIDTH - length :] = prompt[:length]
         mask[row, WIDTH - length :] = 1
-    return greedy(case.torch_model, left, mask)
+    return generated(case, left, mask)
 
 
-def greedy(model, prompts: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """The tokens that transformers adds to prompts of one width."""
+def generated(case: Case, prompts: np.ndarray, mask: np.ndarray | None = None):
     mask = np.ones_like(prompts) if mask is None else mask
     with torch.no_grad():
-        out = model.generate(
+        out = case.torch_model.generate(
             torch.from_numpy(prompts),
             attention_mask=torch.from_numpy(mask),
             max_new_tokens=NEW,

@@ -87,6 +87,32 @@ OF_YOUTU = (
     *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "rope_parameters", "rms_norm_eps"),
 )
+COMPRESSED = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 20,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    # Many, so that no scores are equal, of which either side chooses another.
+    "index_n_heads": 16,
+    "index_head_dim": 12,
+    "index_topk": 2,
+    "compress_rates": {
+        "compressed_sparse_attention": 4,
+        "heavily_compressed_attention": 8,
+    },
+    "sliding_window": 9,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    # Low, so that it bounds what tiny models compute.
+    "swiglu_limit": 1.0,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "rms_norm_eps": 1e-3,
+    "num_nextn_predict_layers": 0,
+}
 INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 10}
 OF_MINICPM3 = (
     *("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "rms_norm_eps"),
@@ -156,6 +182,7 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
         "num_key_value_heads": None,
     },
     "kolibri1": {"intermediate_size": None},
+    "deepseek_v4": {"intermediate_size": None},
     "nemotron-nas": {"intermediate_size": None, "num_key_value_heads": None},
     "gpt_bigcode": GPT2_NAMES,
     "gpt_neox": {"num_key_value_heads": None},
@@ -393,6 +420,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "num_nextn_predict_layers": 0,
+    },
+    # A text of 40 tokens has 10 and 5 entries, of which an indexer selects 2.
+    "deepseek_v4": {
+        "model_type": "deepseek_v4",
+        **COMPRESSED,
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+        "rope_parameters": {
+            "main": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "compress": YARN_ROPE
+            | {
+                "rope_theta": 160000.0,
+                "partial_rotary_factor": 0.5,
+                "attention_factor": 1.0,
+            },
+        },
     },
     "glm_moe_dsa": {
         "model_type": "glm_moe_dsa",

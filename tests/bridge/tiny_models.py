@@ -45,6 +45,9 @@ def randomize(model: torch.nn.Module, model_type: str) -> None:
         for name, buffer in model.named_buffers():
             if "correction_bias" in name or "expert_bias" in name:
                 buffer.copy_(torch.randn(buffer.shape) * 0.3)
+            if "tid2eid" in name:  # Other experts for each token and layer.
+                order = torch.rand(len(buffer), model.config.n_routed_experts)
+                buffer.copy_(order.argsort(dim=-1)[:, : buffer.shape[1]])
             if "layer_scalar" in name:
                 buffer.copy_(1 + torch.randn(buffer.shape) * 0.3)
 

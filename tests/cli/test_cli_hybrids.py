@@ -22,9 +22,10 @@ HYBRIDS = {
     "lfm2": "num_attention_heads 4",
     "falcon_h1": "mamba.num_heads 4",
     "jamba": "num_attention_heads 4",
+    "deepseek_v4": "compressed_attention.o_groups 2",
 }
 NAME = "model.safetensors"
-KEPT = ("correction_bias", "indexer", "layer_scalar", "norm", "embed")
+KEPT = ("correction_bias", "indexer", "layer_scalar", "norm", "embed", "tid2eid")
 WITHOUT_EXPERTS = ("mamba2", "lfm2", "falcon_h1")
 
 
@@ -61,8 +62,10 @@ def test_a_hybrid_is_trained_and_exported(family, directory, text, tmp_path):
 
 
 # Parameters that no gradient moves beside those that LoRA keeps: biases of routers, an
-# indexer and scales of layers.
-@pytest.mark.parametrize("family", ["nemotron_h", "glm_moe_dsa", "gemma4", "mamba2"])
+# indexer, scales of layers and experts of tokens.
+@pytest.mark.parametrize(
+    "family", ["nemotron_h", "glm_moe_dsa", "gemma4", "mamba2", "deepseek_v4"]
+)
 def test_factors_are_trained_beside_parameters_that_no_gradient_moves(
     family, directory, text, tmp_path
 ):
@@ -102,7 +105,7 @@ def test_options_of_experts_are_refused_for_hybrids_without(
 
 
 @pytest.mark.plan
-@pytest.mark.parametrize("family", ["mamba2", "lfm2"])
+@pytest.mark.parametrize("family", ["mamba2", "lfm2", "deepseek_v4"])
 def test_a_hybrid_is_planned_for_gpus_from_its_config_alone(
     family, directory, tmp_path
 ):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.errors import facts
+from tiny_configs import hf_fields
 
 import bridge
 import fsdp_jax as fsdp
@@ -141,6 +142,12 @@ def test_longrope_over_cp_is_refused_by_name():
         rope=rope,
     )
     with pytest.raises(ValueError, match=facts("cp=2", "LongRoPE", "cp=1")):
+        check_context(config, 2, 1, "ring")
+
+
+def test_entries_of_whole_rows_are_refused_over_cp():
+    config = bridge.from_hf_config(hf_fields("deepseek_v4"))
+    with pytest.raises(ValueError, match=facts("cp=2", "compressed_attention", "cp=1")):
         check_context(config, 2, 1, "ring")
 
 

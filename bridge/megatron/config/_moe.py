@@ -171,6 +171,8 @@ def _wrong_weights(moe: MoEConfig) -> list[str]:
         wrong.append(f"moe.norm_topk_eps = {moe.norm_topk_eps}: it adds 1e-20")
     if moe.weighted_inputs:
         wrong.append("moe.weighted_inputs = True: it weighs what experts return")
+    if moe.scoring == "sqrtsoftplus":
+        wrong.append("moe.scoring = 'sqrtsoftplus': its scores are not modelled")
     if moe.scoring == "sparsemixer":
         wrong.append("moe.scoring = 'sparsemixer': its routers do not mix so")
     return wrong
