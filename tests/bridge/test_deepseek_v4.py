@@ -2,17 +2,20 @@
 
 import dataclasses
 import itertools
+import json
 import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from bridge_helpers import (
     abstract_model,
     assert_same_bytes,
+    assert_same_leaves,
     load_model,
     logits_of,
     tensors_of,
@@ -25,6 +28,8 @@ from tiny_models import HFModel, hf_logits, make_model
 from transformers import AutoModelForCausalLM
 
 import bridge
+from bridge.formats._safetensors import encode_header
+from bridge.formats.quantized._decode import decode_quantized
 from bridge.megatron import to_transformer_config
 from bridge.models import (
     DecoderConfig,
@@ -281,3 +286,87 @@ def test_a_checkpoint_is_converted_without_loading_it(tmp_path, v4: HFModel):
         tree, config = bridge.lazy_hf(tmp_path / "released")
     bridge.save_hf(tmp_path / "out", tree, config)
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(v4.path))
+
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+# Of the values 0 to 6 of E2M1, by their four bits.
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], "f4")
+QUANTIZED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [16, 16],
+}
+IN_FP8 = ("wq_a.weight", "wq_b.weight", "wkv.weight", "wo_a.weight", "wo_b.weight")
+
+
+def in_fp8(random, shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A weight, its scales of blocks, and what they stand for."""
+    weight = random.normal(size=shape).astype(E4M3)
+    grid = tuple(-(-size // 16) for size in shape)
+    scales = np.exp2(random.integers(-6, 0, grid)).astype("f4")
+    wide = scales.repeat(16, 0).repeat(16, 1)[: shape[0], : shape[1]]
+    return weight, scales.astype(E8M0), (weight.astype("f4") * wide).astype(BF16)
+
+
+def in_fp4(random, shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of experts: two values a byte, the first in its lower bits."""
+    codes = random.integers(0, 16, shape)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8).view(np.int8)
+    scales = np.exp2(random.integers(-6, 0, (shape[0], shape[1] // 32))).astype("f4")
+    wanted = FP4[codes] * scales.repeat(32, 1)
+    return packed, scales.astype(E8M0), wanted.astype(BF16)
+
+
+def test_weights_of_the_releases_are_decoded(tmp_path):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    hf = make_model(tmp_path / "in", "deepseek_v4", dtype=torch.bfloat16, **sizes)
+    stored, wanted, random = {}, {}, np.random.default_rng(0)
+    for key, tensor in tensors_of(hf.path).items():
+        pack = in_fp4 if ".experts." in key else in_fp8
+        if ".experts." in key or key.endswith(IN_FP8):
+            weight, scale, wanted[key] = pack(random, tensor.shape)
+            stored |= {key: weight, key.removesuffix("weight") + "scale": scale}
+        else:
+            stored[key] = wanted[key] = tensor
+    fields = json.loads((hf.path / "config.json").read_text())
+    more = {"quantization_config": QUANTIZED, "expert_dtype": "fp4"}
+    quantized = written(tmp_path / "quantized", stored, fields | more)
+    plain = written(tmp_path / "plain", wanted, fields)
+    got, want = (load_model(path, jnp.bfloat16) for path in (quantized, plain))
+    assert_same_leaves(nnx.state(got, nnx.Param), nnx.state(want, nnx.Param))
+
+
+def written(path: Path, tensors: dict[str, np.ndarray], fields: dict) -> Path:
+    path.mkdir()
+    entries = {key: (array.shape, array.dtype) for key, array in tensors.items()}
+    data = b"".join(array.tobytes() for array in tensors.values())
+    (path / "model.safetensors").write_bytes(encode_header(entries) + data)
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+@pytest.mark.parametrize(
+    "scale, said",
+    [
+        (np.ones((4, 3), E8M0), ["w.scale", "(4, 3)", "(4, 2)"]),
+        (np.ones((4, 2), "f4"), ["w.scale", "float32"]),
+    ],
+)
+def test_scales_that_do_not_fit_packed_values_are_named(tmp_path, scale, said):
+    tensors = {"w.weight": np.zeros((4, 32), np.int8), "w.scale": scale}
+    source = bridge.open_checkpoint(written(tmp_path / "in", tensors, {}))
+    with pytest.raises(ValueError, match=facts(*said)):
+        decode_quantized(source, QUANTIZED)
+
+
+def test_a_box_of_packed_values_is_the_part_of_the_whole(tmp_path):
+    weight, scale, want = in_fp4(np.random.default_rng(1), (6, 96))
+    path = written(tmp_path / "in", {"w.weight": weight, "w.scale": scale}, {})
+    source = decode_quantized(bridge.open_checkpoint(path), QUANTIZED)
+    assert source.keys() == ("w.weight",) and source.shape("w.weight") == (6, 96)
+    for box in ((slice(1, 4), slice(5, 70)), (slice(0, 6), slice(33, 34)), ()):
+        np.testing.assert_array_equal(source.read("w.weight", box), want[box])

@@ -1,5 +1,7 @@
 """DeepSeek's fp8: E4M3 weights with one scale per block of 128 by 128.
 
+The scales of `X.weight` are `X.weight_scale_inv`, or `X.scale` in files of V4.
+
 Source: deepseek-ai/DeepSeek-V3 `inference/kernel.py::weight_dequant`. The block index
 is position divided by block size, so the last block of a dim may be short;
 transformers 5.23 (`finegrained_fp8.py::Fp8Dequantize`) divides the size by the number
@@ -16,11 +18,14 @@ import numpy as np
 from bridge._box import Box, Range, as_index, shape_of
 from bridge.formats._safetensors import DTYPES
 from bridge.formats._source import Source
+from bridge.formats.quantized._fp4 import find_fp4
 from bridge.formats.quantized._weight import Found, Settings
 
 _E4M3 = DTYPES["F8_E4M3"]
 _SCALE_DTYPES = tuple(DTYPES[name] for name in ("F32", "BF16", "F8_E8M0"))
 _SUFFIX = "_scale_inv"
+# V4's names: `X.scale` beside `X.weight`.
+_WEIGHT, _SCALE = ".weight", ".scale"
 # All E4M3 values in float32: a lookup by `take` is several times faster than a cast.
 _VALUES = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
 
@@ -30,7 +35,8 @@ class Fp8Tensor:
     """E4M3 weight with one scale per block of its last two dims.
 
     Args:
-      weight: Name of the E4M3 tensor; the scales' name adds `_scale_inv`.
+      weight: Name of the E4M3 tensor.
+      scale: Name of the scales.
       shape: Shape `(..., out, in)`.
       block: Block size `(rows, columns)`.
       dtype: Dtype of the decoded weight.
@@ -38,6 +44,7 @@ class Fp8Tensor:
     """
 
     weight: str
+    scale: str
     shape: tuple[int, ...]
     block: tuple[int, int]
     dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
@@ -46,7 +53,7 @@ class Fp8Tensor:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the stored tensors: weight and scales."""
-        return self.weight, self.weight + _SUFFIX
+        return self.weight, self.scale
 
     def read(self, source: Source, box: Box) -> np.ndarray:
         """Reads and decodes a box.
@@ -70,7 +77,7 @@ class Fp8Tensor:
             _blocks_of(box[-2], self.block[0]),
             _blocks_of(box[-1], self.block[1]),
         )
-        scales = source.read(self.weight + _SUFFIX, as_index(scale_box))
+        scales = source.read(self.scale, as_index(scale_box))
         # Index, within `scales`, of each column's scale.
         columns = np.arange(*box[-1]) // self.block[1] - scale_box[-1].start
         for *matrix, block_row in np.ndindex(scales.shape[:-1]):
@@ -84,7 +91,7 @@ class Fp8Tensor:
 
 
 def find_fp8(source: Source, settings: Settings, dtype: np.dtype) -> Found:
-    """Finds the fp8 weights of a checkpoint; reads headers only.
+    """Finds the fp8 weights of a checkpoint, and fp4 ones; reads headers only.
 
     Args:
       source: Checkpoint; a weight and its scales may be in different files.
@@ -99,8 +106,16 @@ def find_fp8(source: Source, settings: Settings, dtype: np.dtype) -> Found:
     """
     block = _check_block(settings.get("weight_block_size"))
     keys = dict.fromkeys(source.keys())
+    beside = {
+        key: scale
+        for key in keys
+        if key.endswith(_WEIGHT)
+        and (scale := key.removesuffix(_WEIGHT) + _SCALE) in keys
+    }
     tensors = {
-        key: Fp8Tensor(key, source.shape(key), block, dtype)
+        key: Fp8Tensor(
+            key, beside.get(key, key + _SUFFIX), source.shape(key), block, dtype
+        )
         for key in keys
         if source.dtype(key) == _E4M3
     }
@@ -110,12 +125,13 @@ def find_fp8(source: Source, settings: Settings, dtype: np.dtype) -> Found:
         if key.endswith(_SUFFIX) and key.removesuffix(_SUFFIX) not in tensors
     }
     for key, tensor in tensors.items():
-        scale = key + _SUFFIX
+        scale = tensor.scale
         if scale not in keys:
             wrong[key] = f"there is no {scale}"
         elif misfit := _misfit(tensor, source.shape(scale), source.dtype(scale)):
             wrong[scale] = misfit
-    return Found(tensors, wrong)
+    packed, misfits = find_fp4(source, beside, dtype)
+    return Found(tensors | packed, wrong | misfits)
 
 
 def _misfit(tensor: Fp8Tensor, shape: tuple[int, ...], dtype: np.dtype) -> str | None:

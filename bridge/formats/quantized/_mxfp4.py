@@ -62,7 +62,7 @@ class Mxfp4Tensor:
                 expert = Range(experts.start + i, experts.start + i + 1)
                 part = as_index((expert, outputs, groups))
                 blocks, scales = (source.read(name, part) for name in self.parts)
-                values = _decode(blocks[0], scales[0])
+                values = decode_pairs(blocks[0], scales[0])
                 decoded[i] = values[:, first : first + num_in]
         return decoded.transpose(0, 2, 1)
 
@@ -112,8 +112,16 @@ def _misfit(parts: list[tuple[tuple[int, ...], np.dtype]]) -> str | None:
     return None
 
 
-def _decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Decodes `(out, blocks, 16)` bytes with `(out, blocks)` scales to `(out, in)`."""
+def decode_pairs(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Decodes blocks of 16 bytes, each with a scale, to bfloat16.
+
+    Args:
+      blocks: Bytes `(out, blocks, 16)`, each of two values, the lower bits first.
+      scales: Exponents `(out, blocks)` as bytes.
+
+    Returns:
+      Values `(out, in)`.
+    """
     # One lookup of 4 bytes decodes the two values of a byte and applies their scale.
     pairs = np.take(_pairs(), scales[..., None].astype(np.uint16) << 8 | blocks)
     return pairs.view(ml_dtypes.bfloat16).reshape(len(blocks), -1)
