@@ -14,6 +14,9 @@ _HEAD = (
     "| Beside attention | cp | Megatron |"
 )
 _RELEASE_FILES = dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "refined_web")
+_WHOLE_ROWS = ("indexer", "block_indexer", "compressed_attention")
+"""Parts of attention that read rows of which no device has all."""
+
 _MIXERS = {
     "short_conv": "short convolution",
     "delta_net": "gated delta net",
@@ -71,7 +74,7 @@ def _file_of(family: Family) -> str:
 
 
 def _over_cp(family: Family) -> str:
-    if any(_has_part(family, part) for part in ("indexer", "compressed_attention")):
+    if any(_has_part(family, part) for part in _WHOLE_ROWS):
         return "no"
     return "whole rows" if _mixers(family) else "yes"
 

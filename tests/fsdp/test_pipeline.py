@@ -480,11 +480,11 @@ def test_a_program_in_which_a_stage_would_wait_without_end_is_not_run():
     plan = fsdp.fully_shard(make_fused, mesh, [STACK], config)
     params = fsdp.init_params(plan, jax.random.key(0))
     state = fsdp.init_state(plan, TX, params)
-    says = facts("collective-permute", "tp", "with_sharding_constraint")
+    says = ("collective-permute", "tp", "with_sharding_constraint")
     step = fsdp.make_train_step(plan, fused_loss, TX, num_microbatches=2)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         step(state, batch())
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts(*says)):
         fsdp.value_and_grad(plan, fused_loss, num_microbatches=2)(params, batch())
     # What the message says to do.
     whole = functools.partial(fused_loss, whole=True)
