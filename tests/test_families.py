@@ -50,7 +50,7 @@ LIKE_OTHERS = {
     *("nemotron-nas", "minimax_m3"),
 }
 # Of many kinds of layers, each compiled by itself; over tp in test_hybrid_families.py.
-LONG_TO_COMPILE = {"gemma3n"}
+LONG_TO_COMPILE = {"gemma3n", "deepseek_v4"}
 LATER = ELSEWHERE | LIKE_OTHERS | LONG_TO_COMPILE
 CASES = [
     pytest.param(name, marks=(pytest.mark.long,) if name in LATER else ())

@@ -35,7 +35,9 @@ def follow_back(
         )
     arrays = {}
     for key, parts in pieces.items():
-        dtype = max(dtypes[key], key=str) if like is None else like.dtype(key)
+        integers = parts[0].integers
+        own = np.dtype(integers) if integers else max(dtypes[key], key=str)
+        dtype = own if like is None else like.dtype(key)
         arrays[key] = np.empty(parts[0].source_shape, dtype)
         for piece in parts:
             section = leaves[piece.destination][as_index(piece.destination_box)]

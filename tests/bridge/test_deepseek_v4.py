@@ -370,3 +370,17 @@ def test_a_box_of_packed_values_is_the_part_of_the_whole(tmp_path):
     assert source.keys() == ("w.weight",) and source.shape("w.weight") == (6, 96)
     for box in ((slice(1, 4), slice(5, 70)), (slice(0, 6), slice(33, 34)), ()):
         np.testing.assert_array_equal(source.read("w.weight", box), want[box])
+
+
+def test_a_table_of_integers_goes_through_a_rule_and_back():
+    rule = bridge.Rule("table", "ids", "rows columns -> rows columns", integers="int64")
+    state = {"table": torch.tensor([[1, 383], [0, 255]])}
+    like = {"ids": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+    tree = bridge.from_torch(state, like, [rule])
+    np.testing.assert_array_equal(tree["ids"], state["table"].numpy())
+    back = bridge.to_torch(tree, [rule])
+    assert back["table"].dtype == torch.int64
+    assert torch.equal(back["table"], state["table"])
+    plain = dataclasses.replace(rule, integers=None)
+    with pytest.raises(ValueError, match=facts("table", "int64", "float32")):
+        bridge.from_torch(state, like, [plain])
