@@ -114,23 +114,38 @@ _KNOWN = {*_OF_ALL, _FREQUENCY, _NO_VALUES, *(name for _, _, name in _INDEXER.va
 _TYPES = mixer_types(
     {_SPARSE: "block_sparse_attention"},
     lambda fields: _types_of_flags(
-        (fields[_PUBLISHED] or {}).get(_FREQUENCY), fields, _SPARSE, FULL
+        f"{_PUBLISHED}.{_FREQUENCY}",
+        _published(fields).get(_FREQUENCY),
+        fields,
+        (_SPARSE, FULL),
     ),
 )
 
 
-def _types_of_flags(flags: Any, fields: Mapping, one: str, zero: str) -> list[str]:
-    """Returns a type for each layer, by a list that has a 1 for those of one type."""
-    count = fields["num_hidden_layers"]
+def _types_of_flags(
+    name: str, flags: Any, fields: Mapping[str, Any], types: tuple[str, str]
+) -> list[str]:
+    """Returns a type for each layer, the first for those with a 1 in a list."""
+    count, (one, zero) = fields["num_hidden_layers"], types
     if flags is None:
         return [zero] * count
     if not isinstance(flags, list) or len(flags) != count or set(flags) - {0, 1}:
-        raise ValueError(f"{flags!r}: a list of 0 or 1 for each of the {count} layers")
+        raise ValueError(
+            f"{name} = {flags!r}: a list of 0 or 1 for each of the {count} layers"
+        )
     return [one if flag else zero for flag in flags]
 
 
+def _published(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what published files say of the indexer in a field of their own."""
+    given = fields[_PUBLISHED] or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{_PUBLISHED} = {given!r} is not an object")
+    return given
+
+
 def _read_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
-    published = fields[_PUBLISHED] or {}
+    published = _published(fields)
     wrong = [
         f"{_PUBLISHED}.{name} = {published[name]!r}: only {value!r} is modelled"
         for name, value in _OF_ALL.items()
@@ -175,7 +190,7 @@ _EVERY = "moe_layer_freq"
 def _read_dense(fields: Mapping[str, Any]) -> dict[str, Any]:
     types, flags = fields["mlp_layer_types"], fields[_EVERY]
     if types is None and flags is not None:
-        types = _types_of_flags(flags, fields, "sparse", "dense")
+        types = _types_of_flags(_EVERY, flags, fields, ("sparse", "dense"))
     return SPARSE_BY_TYPE.read({**fields, "mlp_layer_types": types})
 
 

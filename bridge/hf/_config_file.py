@@ -18,6 +18,8 @@ CONFIG_NAME = "config.json"
 _INFINITE = frozenset({"time_step_limit"})
 _TIED = "tie_word_embeddings"
 _HEAD = "lm_head.weight"
+# Parts of the names of heads, quantized or not, by the conventions of all families.
+_HEADS = ("lm_head", "embed_out", "output.")
 THINKER = "thinker_config"
 """Part of a model that speaks which has the text part."""
 
@@ -65,12 +67,19 @@ def _settled(fields: dict[str, Any], weights: Path, prefix: str = "") -> dict[st
     if not isinstance(text, Mapping):
         return fields
     said = {fields.get(_TIED), text.get(_TIED)}
-    if said not in ({True, False}, {None}):
-        return fields
-    stored = any(
-        key.startswith(prefix) and key.endswith(_HEAD)
-        for key in open_checkpoint(weights).keys()
-    )
-    if stored and said == {None}:
-        return fields
-    return {**fields, "text_config": {**text, _TIED: not stored}}
+    if said == {True, False}:
+        keys = open_checkpoint(weights).keys()
+        stored = any(k.startswith(prefix) and k.endswith(_HEAD) for k in keys)
+        return {**fields, "text_config": {**text, _TIED: not stored}}
+    if said == {None} and _has_no_head(weights):
+        return {**fields, "text_config": {**text, _TIED: True}}
+    return fields
+
+
+def _has_no_head(weights: Path) -> bool:
+    """Returns whether weights can be opened and none has the name of a head."""
+    try:
+        keys = open_checkpoint(weights).keys()
+    except (ValueError, OSError):  # Only the config may be there so far.
+        return False
+    return not any(name in key for key in keys for name in _HEADS)

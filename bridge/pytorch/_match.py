@@ -99,7 +99,7 @@ def _without_wrappers(path: str) -> str:
 def _equal(theirs: Sequence[TorchLayer], ours: Sequence[TreeLayer]) -> list[Match]:
     """Pairs layers whose canonical name is unique on each side.
 
-    In doubt, if the two lists that they are in count otherwise: of the layers 0, 2 and
+    In doubt, if those of the same name are numbered otherwise: of the layers 0, 2 and
     4 of a `Sequential`, those that another framework calls 0, 1 and 2, 2 is not 2.
     """
     left, right = _by_name(theirs), _by_name(ours)
@@ -135,7 +135,7 @@ def _if_counted_otherwise(
     if theirs == ours:
         return ()
     left, right = (", ".join(map(str, numbers)) for numbers in (theirs, ours))
-    return (f"in a list of {left} in PyTorch, of {right} in the tree",)
+    return (f"numbered {left} in PyTorch, {right} in the tree",)
 
 
 def _prefixes(found: Sequence[Match]) -> frozenset[str]:

@@ -7,12 +7,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_jax.audit._mismatch import Difference, observed
 from fsdp_jax.hlo._program import CommunicatedArray
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.training._stage_check import ALIGNED, stalling
-
-_OF_ROWS = (
-    "send by an all-gather or all-to-all among the devices of a stage; of rows over "
-    "cp, by all_gather_attention or ulysses_attention"
-)
+from fsdp_jax.training._stage_check import remedy, stalling
 
 
 def in_stages(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Difference]:
@@ -20,10 +15,9 @@ def in_stages(plan: Plan, arrays: Sequence[CommunicatedArray]) -> Iterator[Diffe
     if plan.mesh.shape["pp"] == 1:
         return
     for one in stalling(arrays):
-        over_tp = one.axes == ("tp",)
         yield Difference(
             f"{one.op} in {one.scope.strip('/') or 'no scope'}",
             "a stage in its turn waits for no other",
             observed(one),
-            ALIGNED if over_tp else _OF_ROWS,
+            remedy(one),
         )

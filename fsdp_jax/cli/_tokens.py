@@ -14,7 +14,7 @@ from jaxtyping import Integer
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._dataset import check_folder, dataset_name
-from fsdp_jax.cli._dataset_layout import SUFFIXES, format_of
+from fsdp_jax.cli._dataset_layout import format_of
 from fsdp_jax.cli._tables import check_table, is_table
 from fsdp_jax.cli._tokenizer import check_vocab, open_codec
 
@@ -43,7 +43,7 @@ class Tokens:
         return np.concatenate(pieces)[::step]
 
 
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".zip", ".lz4")
 
 
 def check_files(files: Sequence[Path], option: str = "--data") -> None:
@@ -62,7 +62,8 @@ def check_files(files: Sequence[Path], option: str = "--data") -> None:
     wrong += [
         f"'{f}' is compressed: only records are read so, such as .jsonl.gz"
         for f in files
-        if f.suffix.lower() in _COMPRESSED and format_of(f.name) not in SUFFIXES
+        if f.suffix.lower() in _COMPRESSED
+        and format_of(f.name) not in (".jsonl", ".ndjson")
     ]
     if wrong or not entries:
         raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")
@@ -82,7 +83,8 @@ def read_tokens(
     """Reads files, one after the other; bytes only where they are used.
 
     Args:
-      files: Files of any kind for bytes, of UTF-8 text for the model's tokenizer.
+      files: Files of any kind for bytes, of UTF-8 text for the model's tokenizer;
+        compressed ones, which `check_files` refuses, are neither.
       tokenizer: Kind: bytes are their own ids, 0 to 255.
       tokenizer_file: File `tokenizer.json`; None if there is none.
       vocab_size: Rows of the model's embedding.

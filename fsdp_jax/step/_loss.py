@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.extend import core
 from jaxtyping import Array, Float
@@ -68,7 +69,9 @@ class LossForm:
     def __post_init__(self) -> None:
         """Refuses what is no boolean, such as "no", which is true."""
         given = {"has_aux": self.has_aux, "calculate_per_token_loss": self.per_token}
-        wrong = [f"{k}={v!r}" for k, v in given.items() if not isinstance(v, bool)]
+        wrong = [
+            f"{k}={v!r}" for k, v in given.items() if not isinstance(v, bool | np.bool_)
+        ]
         if wrong:
             raise ValueError(f"{', '.join(wrong)}: True or False.")
 

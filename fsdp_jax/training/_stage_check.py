@@ -17,6 +17,19 @@ ALIGNED = (
     "jax.sharding.PartitionSpec())"
 )
 """What to do where XLA sends parts of a dim that is split over tp."""
+_OF_ROWS = (
+    "Send by an all-gather or all-to-all among the devices of a stage; of rows over "
+    "cp, by all_gather_attention or ulysses_attention"
+)
+
+
+def remedy(one: CommunicatedArray) -> str:
+    """Returns what to do about an array that `stalling` yields.
+
+    Args:
+      one: The array.
+    """
+    return ALIGNED if one.axes == ("tp",) else _OF_ROWS
 
 
 def stalling(arrays: Iterable[CommunicatedArray]) -> Iterator[CommunicatedArray]:
@@ -35,7 +48,7 @@ def stalling(arrays: Iterable[CommunicatedArray]) -> Iterator[CommunicatedArray]
 
 
 class StageWatch:
-    """Look at each program of a plan with stages, once, before it first runs.
+    """Check of each program of a plan with stages, once, before it first runs.
 
     Args:
       plan: Plan of the programs.
@@ -57,7 +70,8 @@ class StageWatch:
         """
         if self._mesh.shape["pp"] == 1:
             return
-        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
+        leaves, treedef = jax.tree.flatten(args)
+        shapes = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if shapes in self._seen:
             return
         # The call that follows reuses this executable: it is compiled only once.
@@ -73,7 +87,7 @@ class StageWatch:
                 "The step does not run with pp: a stage in its turn would wait for "
                 "devices of other stages, which have none.\n"
                 + "\n".join(f"- {line}" for line in dict.fromkeys(lines))
-                + f"\n{ALIGNED}."
+                + "".join(f"\n{fix}." for fix in dict.fromkeys(map(remedy, found)))
             )
         self._seen.add(shapes)
 

@@ -73,9 +73,21 @@ def rounded(shape, value: Callable[[int, int], np.float32], dtype) -> np.ndarray
 
 
 def gptq(
-    random, name, shape, dtype, *, bits=4, group=16, v2=False, shuffled=False
+    random,
+    name,
+    shape,
+    dtype,
+    *,
+    bits=4,
+    group=16,
+    v2=False,
+    shuffled=False,
+    borrows=False,
 ) -> Written:
-    """GPTQ, its groups in order or shuffled by activation reordering."""
+    """GPTQ, its groups in order or shuffled by activation reordering.
+
+    With `borrows` 1 is subtracted from the zero points of an integer at once.
+    """
     out, inputs = shape
     count = -(-inputs // group)
     codes = random.integers(0, 1 << bits, (inputs, out))
@@ -86,9 +98,13 @@ def gptq(
     groups = (np.arange(inputs) // group).astype(np.int32)
     if shuffled:
         groups = random.permutation(groups)
+    stored = pack((zeros - (not v2 and not borrows)) % (1 << bits), bits, 1)
+    if borrows:
+        ones = np.uint32(sum(1 << at for at in range(0, 32, bits)))
+        stored = (stored.view(np.uint32) - ones).view(stored.dtype)
     tensors = {
         f"{name}.qweight": pack(codes, bits, 0),
-        f"{name}.qzeros": pack((zeros - (not v2)) % (1 << bits), bits, 1),
+        f"{name}.qzeros": stored,
         f"{name}.scales": scales,
         f"{name}.g_idx": groups,
     }

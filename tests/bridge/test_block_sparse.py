@@ -145,7 +145,7 @@ def test_published_files_say_the_same_in_fields_of_their_own():
     [
         ({"sparse_score_type": "mean"}, ("sparse_score_type", "'mean'", "'max'")),
         ({"sparse_init_block": 1}, ("sparse_init_block", "1", "0")),
-        ({"sparse_attention_freq": [0, 1]}, ("3", "layers")),
+        ({"sparse_attention_freq": [0, 1]}, ("sparse_attention_freq", "3")),
         ({"sparse_disable_index_value": [1, 0, 1]}, ("layer 1", "index")),
         ({"sparse_window": 3}, ("sparse_window",)),
     ],

@@ -71,6 +71,14 @@ WHOLE: dict[str, Any] = {"grid": of_tensor, "block": (1 << 20, 1 << 20)}
 # Settings, writer of one weight, and the dtype that config.json says.
 FORMATS: dict[str, tuple[dict[str, Any], Writer, np.dtype]] = {
     "gptq": (GPTQ, writers.gptq, F16),
+    **{
+        f"gptq of GPTQModel, {bits} bits": (
+            GPTQ | {"bits": bits, "meta": {"quantizer": ["gptqmodel:5.0"]}},
+            part(writers.gptq, bits=bits, borrows=True),
+            F16,
+        )
+        for bits in (2, 4, 8)
+    },
     "gptq of 2 bits, v2": (
         GPTQ | {"bits": 2, "checkpoint_format": "gptq_v2"},
         part(writers.gptq, bits=2, v2=True),

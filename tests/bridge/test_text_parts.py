@@ -174,6 +174,15 @@ def test_files_say_whether_a_head_is_tied_where_no_field_does(tmp_path, head):
     assert ("lm_head" in bridge.load_hf(path, like_of(config))) is head
 
 
+def test_a_config_without_its_weights_is_read_as_it_is(tmp_path):
+    fields = {"model_type": "llava", "text_config": dict(HF_CONFIG)}
+    fields["text_config"].pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    index = {"weight_map": {"language_model.model.norm.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert bridge.from_hf_config(tmp_path) == bridge.from_hf_config(fields)
+
+
 def test_exaone_4_5_names_its_text_part_as_it_was_published():
     text = SIZES | {
         "model_type": "exaone4_5_text",

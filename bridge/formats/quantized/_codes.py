@@ -98,6 +98,8 @@ class Packed:
       dim: The packed dim, 0 or 1.
       order: Place in the unit of each of its codes; None is their own order.
       signed: Whether codes are two's complement.
+      added: Number that is added to each stored integer, modulo its range; a code that
+        overflows carries into the next one.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Packed:
     dim: int
     order: tuple[int, ...] | None = None
     signed: bool = False
+    added: int = 0
 
     def read(self, source: Source, box: Box) -> np.ndarray:
         """Reads the integers that hold a box, and unpacks its codes.
@@ -120,7 +123,10 @@ class Packed:
         to_read = list(box)
         to_read[self.dim] = Range(units.start * words, units.stop * words)
         stored = source.read(self.name, as_index(tuple(to_read)))
-        found = self._unpack(stored.view(f"u{word_bits // 8}"), words, codes)
+        stored = stored.view(f"u{word_bits // 8}")
+        if self.added:
+            stored = stored + stored.dtype.type(self.added)
+        found = self._unpack(stored, words, codes)
         first = wanted.start - units.start * codes
         return found[self._along(slice(first, first + wanted.stop - wanted.start))]
 

@@ -10,41 +10,59 @@ Source: AutoGPTQ `nn_modules/qlinear/qlinear_cuda.py`, GPTQModel
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
 from bridge._box import Box
 from bridge.formats._source import Source
-from bridge.formats.quantized._codes import Packed, Plain
+from bridge.formats.quantized._codes import Codes, Packed, Plain
 from bridge.formats.quantized._scaled import ScaledWeight
 from bridge.formats.quantized._weight import Found, Settings
 
 FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to the zero points that a format stores, modulo the codes."""
+"""What is added to the zero points that a format stores."""
 
 _BITS = (2, 3, 4, 8)
 _PARTS = ("qweight", "qzeros", "scales")
 
 
 @dataclasses.dataclass(frozen=True)
-class _ZeroPoints:
-    """Matrix of zero points, packed along the outputs.
+class _LessOne:
+    """Matrix of zero points that are stored less 1, each modulo the codes.
 
     Args:
-      name: Name of the stored tensor.
-      bits: Bits of each.
-      shift: What is added to each; 0 less 1 was stored as the largest code.
+      stored: What is stored, of which the largest code stands for 0.
     """
 
-    name: str
-    bits: int
-    shift: int
+    stored: Packed
+
+    @property
+    def name(self) -> str:
+        """Name of the stored tensor."""
+        return self.stored.name
 
     def read(self, source: Source, box: Box) -> np.ndarray:
         """Reads the region of a box."""
-        stored = Packed(self.name, self.bits, dim=1).read(source, box)
-        mask = np.uint8((1 << self.bits) - 1)
-        return (stored + np.uint8(self.shift)) & mask
+        mask = np.uint8((1 << self.stored.bits) - 1)
+        return (self.stored.read(source, box) + np.uint8(1)) & mask
+
+
+def _zero_points(name: str, bits: int, settings: Settings) -> Codes:
+    """Returns the zero points, packed along the outputs.
+
+    GPTQModel subtracts 1 from all codes of an integer at once, so that a 0 borrows from
+    the code behind it, and adds it again when it reads; others do so code by code.
+    """
+    stored = Packed(name, bits, dim=1)
+    if not FORMATS[checkpoint_format(settings)]:
+        return stored
+    meta = settings.get("meta")
+    written_by = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    if "gptqmodel" not in str(written_by).lower() or 32 % bits:
+        return _LessOne(stored)
+    ones = sum(1 << at for at in range(0, 32, bits))
+    return dataclasses.replace(stored, added=ones)
 
 
 def checkpoint_format(settings: Settings) -> str:
@@ -83,9 +101,7 @@ def find_gptq(source: Source, settings: Settings, dtype: np.dtype) -> Found:
             codes=Packed(f"{name}.qweight", bits, dim=0),
             scales=Plain(f"{name}.scales"),
             block=(block, 1),
-            zeros=_ZeroPoints(
-                f"{name}.qzeros", bits, FORMATS[checkpoint_format(settings)]
-            ),
+            zeros=_zero_points(f"{name}.qzeros", bits, settings),
             groups=groups,
             transposed=True,
         )
