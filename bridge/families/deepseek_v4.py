@@ -1,4 +1,4 @@
-"""DeepSeek-V4: streams that layers mix, entries of several tokens, hashed experts.
+"""DeepSeek-V4: hyper-connections, compressed sparse attention, hash-routed experts.
 
 Layers that predict further tokens are left out, as V3's are.
 

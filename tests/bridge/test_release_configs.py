@@ -13,6 +13,12 @@ import bridge
 # What a release says besides, or in place of, what transformers writes.
 _ALIKE: dict[str, dict[str, Any]] = {
     "helium": {"pretraining_tp": 1},
+    "deepseek_v4": {
+        "expert_dtype": "fp4",
+        "qk_rope_head_dim": 8,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+    },
     "exaone": {"embed_dropout": 0.0},
     "exaone_moe": {
         "architectures": ["ExaoneMoEForCausalLM"],
