@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -15,6 +16,7 @@ from bridge.models import (
     AttentionShape,
     DecoderConfig,
     KernelChoice,
+    LayerKind,
     WantedKernel,
     choose_attention,
 )
@@ -79,16 +81,19 @@ def attention_choices(
     Raises:
       ValueError: If the device cannot run the kernel that is asked for.
     """
-    kinds = config.layer_kinds
-    windows = [
-        window
-        for kind, window in zip(kinds, config.windows, strict=True)
+    kinds = Counter(
+        _Seen(window, kind.compresses is not None, _num_selected(config, kind))
+        for kind, window in zip(config.layer_kinds, config.windows, strict=True)
         if kind.attends
-    ]
+    )
     # Windows that differ between layers are inputs of the compiled loop over them.
     is_traced = len(set(config.windows)) > 1
     choices = {}
-    for window, count in Counter(windows).items():
+    for (window, reads_entries, selected), count in kinds.items():
+        name = f"{count} x {'full attention' if window is None else _within(window)}"
+        if reads_entries:
+            choices[f"{name} and entries"] = KernelChoice("xla", _ENTRIES)
+            continue
         shape = AttentionShape(
             config.qk_dim,
             config.v_head_dim,
@@ -98,10 +103,42 @@ def attention_choices(
             packed=settings.packed,
             context=settings.context,
         )
-        seen = "full attention" if window is None else f"window of {window}"
-        name = f"{count} x {seen}"
-        choices[name] = choose_attention(shape, settings.device, settings.wanted)
+        choice = choose_attention(shape, settings.device, settings.wanted)
+        if selected is not None:
+            name += ", keys that an indexer selects"
+            behind = f"; xla in rows of more than {selected:,} tokens, by a mask"
+            choice = KernelChoice(choice.kernel, choice.reason + behind)
+        choices[name] = choice
     return choices
+
+
+class _Seen(NamedTuple):
+    """What queries of a layer attend to.
+
+    Attributes:
+      window: Attention window in tokens; None for all tokens before.
+      reads_entries: Whether they attend to entries of several tokens too.
+      num_selected: Tokens up to which an indexer selects all; None without an indexer.
+    """
+
+    window: int | None
+    reads_entries: bool
+    num_selected: int | None
+
+
+_ENTRIES = "scores of tokens and entries exist at once, masked"
+
+
+def _within(window: int) -> str:
+    return f"window of {window}"
+
+
+def _num_selected(config: DecoderConfig, kind: LayerKind) -> int | None:
+    if config.indexer is not None:
+        return config.indexer.num_selected
+    if config.block_indexer is not None and kind.indexes:
+        return config.block_indexer.num_keys
+    return None
 
 
 _EXAMPLES = {

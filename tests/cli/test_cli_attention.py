@@ -58,6 +58,22 @@ def test_attention_beside_another_mixer_has_a_kernel_too():
     assert choice_table(attention_choices(alone, settings)) == "attention: in no layer"
 
 
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [
+        ("minimax_m3", {"1 x full attention": "", "2 x full attention, keys": "8"}),
+        ("deepseek_v32", {"3 x full attention, keys": "tokens"}),
+        ("deepseek_v4", {"1 x window": "", "entries": "exist at once"}),
+    ],
+)
+def test_layers_that_mask_their_scores_say_so(family, rows):
+    settings = AttentionSettings(H100, "bfloat16")
+    config = bridge.from_hf_config(hf_fields(family))
+    table = choice_table(attention_choices(config, settings)).splitlines()
+    for name, reason in rows.items():
+        assert any(name in line and reason in line for line in table), table
+
+
 def test_a_kernel_that_the_devices_cannot_run_is_refused_by_the_plan():
     with pytest.raises(ValueError, match=facts("cudnn", "cpu")):
         plan_decoder(CONFIG, fsdp.make_mesh(), attention="cudnn")
