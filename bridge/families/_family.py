@@ -186,8 +186,8 @@ class Family:
             ]
             # What the file has weighs more: adapters have a part of the names. The
             # family's own come first, and are those of a file without any known one.
-            known = len(held & expected.keys())
-            missing = len(expected.keys() - held), len(others)
-            return -known, len(held - expected.keys()), *(missing if known else ())
+            unknown, missing = len(held - expected.keys()), len(expected.keys() - held)
+            is_known = unknown < len(held)
+            return unknown, *((missing, len(others)) if is_known else ())
 
         return min(self.mappings(config), key=unlike)

@@ -107,6 +107,7 @@ class StreamProjections(nnx.Module):
     ):
         """Initializes two matrices for each stream but the first."""
         assert config.altup is not None
+        self.active = config.altup.active
         shape = (config.altup.num_streams - 1, *(config.hidden_size,) * 2)
         init = nnx.initializers.normal(config.initializer_range, dtype=param_dtype)
         self.apart = nnx.Param(init(rngs.params(), shape))
@@ -120,6 +121,16 @@ class StreamProjections(nnx.Module):
         """
         others = jnp.einsum("bse,pef->bspf", x, self.apart[...])
         return _with_magnitude_of_first(x, others)
+
+    def shown(
+        self, states: Float[Array, "layers batch seq streams embed"]
+    ) -> Float[Array, "layers batch seq embed"]:
+        """Returns what stands for the streams behind each layer: the active one.
+
+        Args:
+          states: Residual streams behind each layer.
+        """
+        return states[..., self.active, :]
 
     def join(self, streams: Streams) -> Float[Array, "batch seq embed"]:
         """Returns the mean of the projected streams.

@@ -12,6 +12,7 @@ from bridge.models._indexer import IndexKeys
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
 from bridge.models._position_tables import PositionTables
+from bridge.models._positions import text_starts
 from bridge.models._rope import apply_rope
 
 SelectedOfHeads = Bool[Array, "batch kv_heads seq keys"]
@@ -143,10 +144,7 @@ def blocks_of_texts(
       num_local_blocks: Number of blocks that are always selected.
     """
     slots = jnp.broadcast_to(jnp.arange(tokens[1]), tokens)
-    first = jnp.zeros_like(slots)
-    if segment_ids is not None:
-        begins = segment_ids[:, 1:] != segment_ids[:, :-1]
-        first = jax.lax.cummax(first.at[:, 1:].set(slots[:, 1:] * begins), axis=1)
+    first = jnp.zeros_like(slots) if segment_ids is None else text_starts(segment_ids)
     own = slots - (slots - first) % block_size
     return Blocks(own, _local(own, first, block_size, num_local_blocks))
 

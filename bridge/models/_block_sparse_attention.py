@@ -73,16 +73,8 @@ class BlockSparseAttention(SelfAttention):
         keys = indexer.keys(x, tables)
         selected = indexer.select(x, keys, tables, blocks, mask)
         query, key, value = self._project(x, tables)
-        options = self._score_options(None)
-        out = attend(
-            query,
-            key,
-            value,
-            self.scale,
-            selected,
-            options["softcap"],
-            options["sinks"],
-        )
+        sinks = None if self.sinks is None else self.sinks[...]
+        out = attend(query, key, value, self.scale, selected, self.softcap, sinks)
         return self.o_proj(self._gated(out, x))
 
     def extend(

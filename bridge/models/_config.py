@@ -4,10 +4,9 @@ import dataclasses
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 from bridge.models._config_consistency import inconsistencies
-from bridge.models._decoder_fields import BLOCK_SPARSE, DecoderFields
+from bridge.models._decoder_fields import BLOCK_SPARSE, COMPRESSIONS, DecoderFields
 from bridge.models._layer_kinds import (
     Channels,
-    Compression,
     LayerBlock,
     LayerKind,
     LayerStack,
@@ -177,7 +176,7 @@ class DecoderConfig(DecoderFields):
     def windows(self) -> tuple[int | None, ...]:
         """Attention window of each layer in tokens, or None for full attention."""
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
-        slide = {"sliding_attention", *_COMPRESSION}
+        slide = {"sliding_attention", *COMPRESSIONS}
         return tuple(self.sliding_window if kind in slide else None for kind in types)
 
     @property
@@ -205,7 +204,7 @@ class DecoderConfig(DecoderFields):
                 i >= first_reusing,
                 i in self.cut_gate_layers,
                 widths.get(i),
-                _COMPRESSION.get(types[i]),
+                COMPRESSIONS.get(types[i]),
                 i in self.hash_layers,
             )
             for i in layers
@@ -289,12 +288,6 @@ _MIXERS: dict[str, Mixer | None] = {
     "none": None,
 }
 """Mixers by the type of a layer, but attention."""
-
-_COMPRESSION: dict[str, Compression] = {
-    "compressed_sparse_attention": "sparse",
-    "heavily_compressed_attention": "heavy",
-}
-"""Entries that attention reads, by the type of a layer."""
 
 _SIZES = (
     "vocab_size",

@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
     ):
         """Initializes all weights; under `nnx.eval_shape`, only their shapes."""
         if positions is not positions_in_order:
-            check_whole_rows(config)
+            check_whole_rows(config, "positions")
         if batch_parts < 1:
             raise ValueError(f"batch_parts={batch_parts}: at least 1.")
         ends = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
@@ -345,10 +345,7 @@ class Decoder(nnx.Module):
         start = self._start(tokens, positions)
         x, states = self._run(apply_and_keep, start, segment_ids)
         states = in_layer_order(self.config, states)
-        if self.config.altup is not None:
-            states = states[..., self.config.altup.active, :]
-        if self.config.hyper_connections is not None:
-            states = states.mean(axis=-2)
+        states = states if self.streams is None else self.streams.shown(states)
         return jnp.concatenate([start.x[None], states[:-1], self.norm(x)[None]])
 
     def _start(self, tokens: Ids, positions: Ids | None) -> Start:

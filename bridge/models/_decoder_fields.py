@@ -1,6 +1,8 @@
 """Fields of a decoder's config, with their types and defaults."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from bridge.models._altup_config import AltUpConfig
@@ -11,6 +13,7 @@ from bridge.models._full_attention_config import FullAttentionConfig
 from bridge.models._hyper_connections_config import HyperConnectionsConfig
 from bridge.models._indexer_config import IndexerConfig
 from bridge.models._kv_sharing_config import KVSharingConfig
+from bridge.models._layer_kinds import Compression
 from bridge.models._mamba1_config import Mamba1Config
 from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
@@ -35,6 +38,14 @@ LayerType = Literal[
     "attention_mamba",
     "none",
 ]
+COMPRESSIONS: Mapping[str, Compression] = MappingProxyType(
+    {
+        "compressed_sparse_attention": "sparse",
+        "heavily_compressed_attention": "heavy",
+    }
+)
+"""Entries that attention reads beside single tokens, by the type of a layer."""
+
 BLOCK_SPARSE: LayerType = "block_sparse_attention"
 """Type of layers whose queries attend to the blocks that an indexer selects."""
 

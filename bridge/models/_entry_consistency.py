@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bridge.models._compressed_attention_config import CompressedAttentionConfig
-from bridge.models._decoder_fields import DecoderFields
+from bridge.models._decoder_fields import COMPRESSIONS, DecoderFields
 
-_WITH_ENTRIES = {"compressed_sparse_attention", "heavily_compressed_attention"}
 _NOT_BESIDE_ENTRIES = (
     *("mla", "indexer", "full_attention", "kv_sharing", "qk_norm", "value_norm"),
     *("attention_bias", "attention_out_bias", "attention_gate", "clip_qkv"),
@@ -28,17 +27,17 @@ def inconsistent_entries(config: DecoderFields) -> list[str]:
     if sizes is None:
         return [
             f"layer_types have {name}, but compressed_attention is None"
-            for name in sorted(types & _WITH_ENTRIES)
+            for name in sorted(types & COMPRESSIONS.keys())
         ]
     wrong = [
         f"compressed_attention: not beside {name}"
         for name in _NOT_BESIDE_ENTRIES
         if getattr(config, name) not in (None, False, ())
     ]
-    if not types or types - {"sliding_attention", *_WITH_ENTRIES}:
+    if not types or types - {"sliding_attention", *COMPRESSIONS}:
         wrong.append(
             "compressed_attention: layer_types are sliding_attention, "
-            f"{' or '.join(sorted(_WITH_ENTRIES))} for each layer"
+            f"{' or '.join(sorted(COMPRESSIONS))} for each layer"
         )
     if config.sliding_window is None:
         wrong.append(

@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from bridge.models._positions import positions_in_order, text_starts
 
 
 class EntryWindows(NamedTuple):
@@ -67,12 +68,8 @@ def windows_of_texts(segment_ids: Int[Array, "batch seq"], rate: int) -> EntryWi
       segment_ids: Segment of each token; those of a text are consecutive.
       rate: Number of tokens of a window.
     """
-    batch, seq = segment_ids.shape
-    rows = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32)[None], (batch, seq))
-    begins = jnp.not_equal(segment_ids[:, 1:], segment_ids[:, :-1])
-    begins = jnp.concatenate([jnp.ones((batch, 1), jnp.bool_), begins], axis=1)
-    start = jax.lax.cummax(jnp.where(begins, rows, 0), axis=1)
-    count = rows - start + 1
+    seq, rows = segment_ids.shape[1], positions_in_order(segment_ids)
+    count = rows - text_starts(segment_ids) + 1
     is_end = count % rate == 0
     # Ends first, in their order: a stable sort.
     ends = jnp.argsort(~is_end, axis=1, stable=True)[:, : seq // rate]

@@ -116,6 +116,16 @@ class StreamEnds(nnx.Module):
         shape = (batch, seq, self.sizes.num_streams, embed)
         return jnp.broadcast_to(x[:, :, None], shape)
 
+    def shown(
+        self, states: Float[Array, "layers batch seq streams embed"]
+    ) -> Float[Array, "layers batch seq embed"]:
+        """Returns what stands for the streams behind each layer: their mean.
+
+        Args:
+          states: Residual streams behind each layer.
+        """
+        return jnp.mean(states, axis=-2)
+
     def join(self, streams: Streams) -> Stream:
         """Returns the weighted sum of the streams.
 

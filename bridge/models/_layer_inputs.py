@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._config import DecoderConfig
+from bridge.models._decoder_fields import COMPRESSIONS
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._position_tables import STEP, PositionTables
 from bridge.models._positions import Ids
@@ -16,8 +17,6 @@ from bridge.models._rope_config import RopeConfig
 
 # Window of a full-attention layer among sliding ones: wider than any sequence.
 _NO_WINDOW = 2**30
-# Layers that slide and read entries, with the rope of full-attention layers.
-_WITH_ENTRIES = ("compressed_sparse_attention", "heavily_compressed_attention")
 
 
 class _PositionUse(NamedTuple):
@@ -146,7 +145,8 @@ def _uses_of_layers(config: DecoderConfig) -> list[_PositionUse]:
     types = config.layer_types or ("full_attention",) * config.num_hidden_layers
     for layer, window in enumerate(config.windows):
         has_rope = layer not in config.no_rope_layers
-        slides = window is not None and types[layer] not in _WITH_ENTRIES
+        # Layers that slide and read entries have the rope of full-attention layers.
+        slides = window is not None and types[layer] not in COMPRESSIONS
         rope = (sliding if slides else config.rope) if has_rope else None
         scale = config.query_scale
         if scale is not None and scale.no_rope_only and has_rope:

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -28,6 +29,18 @@ def positions_in_order(tokens: Ids) -> Ids:
     return jnp.broadcast_to(row[None, :], tokens.shape)
 
 
+def text_starts(segment_ids: Ids) -> Ids:
+    """Returns the index in its row of the first token of each token's text.
+
+    Args:
+      segment_ids: Segment of each token; those of a text are consecutive.
+    """
+    row = positions_in_order(segment_ids)
+    begins = jnp.not_equal(segment_ids[:, 1:], segment_ids[:, :-1])
+    first = jnp.zeros_like(row).at[:, 1:].set(jnp.where(begins, row[:, 1:], 0))
+    return jax.lax.cummax(first, axis=1)
+
+
 def check_length(config: DecoderConfig, length: int, subject: str) -> None:
     """Raises a `ValueError` if texts are longer than a table of learned positions.
 
@@ -46,24 +59,21 @@ def check_length(config: DecoderConfig, length: int, subject: str) -> None:
         )
 
 
-def check_whole_rows(config: DecoderConfig) -> None:
-    """Checks that attention reads rows of which a device has a part.
+def check_whole_rows(config: DecoderConfig, subject: str) -> None:
+    """Raises a `ValueError` if attention reads whole rows, of which a device has parts.
 
     Args:
       config: Config of the decoder.
-
-    Raises:
-      ValueError: If attention reads whole rows.
+      subject: What splits the rows, for the message.
     """
-    wrong = []
-    if config.indexer is not None:
-        wrong.append("indexer: it selects among all keys of a row")
-    if config.block_indexer is not None:
-        wrong.append("block_indexer: it selects among all blocks of a row")
-    if config.compressed_attention is not None:
-        wrong.append("compressed_attention: its entries are of all windows of a row")
+    parts = {
+        "indexer": "selects among all keys of a row",
+        "block_indexer": "selects among all blocks of a row",
+        "compressed_attention": "has entries of all windows of a row",
+    }
+    wrong = [f"{k} {why}" for k, why in parts.items() if getattr(config, k) is not None]
     if wrong:
         raise ValueError(
-            f"{'; '.join(wrong)}, and these positions are of a part of each row. Use "
-            "cp=1."
+            f"{subject}: {'; '.join(wrong)}, and each rank would know those of its "
+            "part. Use cp=1."
         )

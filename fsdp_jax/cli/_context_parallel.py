@@ -20,6 +20,7 @@ from bridge.models import (
     plain_recurrence,
     positions_in_order,
 )
+from bridge.models._positions import check_whole_rows
 
 CPForm = Literal["ring", "all_gather", "ulysses"]
 """Context-parallel attention algorithm."""
@@ -86,21 +87,7 @@ def check_context(
             f"cp={cp}, ulysses: the {heads} heads of this model do not divide over cp="
             f"{cp} x tp={tp}. Use the form ring, or fewer ranks."
         )
-    if config.indexer is not None:
-        raise ValueError(
-            f"cp={cp}: an indexer selects {config.indexer.num_selected} keys of a row, "
-            "and each rank would know those of its part. Use cp=1."
-        )
-    if config.block_indexer is not None:
-        raise ValueError(
-            f"cp={cp}: an indexer selects {config.block_indexer.num_blocks} blocks of "
-            "a row, and each rank would know those of its part. Use cp=1."
-        )
-    if config.compressed_attention is not None:
-        raise ValueError(
-            f"cp={cp}: compressed_attention makes entries of all windows of a row, and "
-            "each rank would know those of its part. Use cp=1."
-        )
+    check_whole_rows(config, f"cp={cp}")
     ropes = (config.rope, config.sliding_rope)
     if any(rope is not None and rope.rope_type == "longrope" for rope in ropes):
         raise ValueError(
