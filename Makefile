@@ -39,7 +39,7 @@ demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch an
 # Tests of a file share its fixtures, in one worker; tests/conftest.py orders the files.
 DIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)  ## Run the light tests, and a cheap case of each other test: 1,200 CPU-seconds at most. JOBS=n workers; PYTEST=... adds arguments.
+test: $(INSTALLED)  ## Run the light tests, and a cheap case of each other test: 900 CPU-seconds at most. JOBS=n workers; PYTEST=... adds arguments.
 	$(BIN)/pytest $(DIST) $(PYTEST)
 
 test-all: $(INSTALLED)  ## Run all tests but the long ones, and report what each took to build/junit.xml.

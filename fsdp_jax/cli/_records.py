@@ -180,7 +180,8 @@ def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
             raise ValueError(f"--data '{file}' is not JSON: {error}") from error
         yield from (functools.partial(_checked, record) for record in records)
         return
-    for line in text.splitlines():
+    # `splitlines` also splits at U+2028 and others, which a string of JSON may hold.
+    for line in text.split("\n"):
         yield functools.partial(_parse, line)
 
 

@@ -16,6 +16,8 @@ from fsdp_jax.sharding._precision import Precision
 
 ROOT = "(root)"
 """Unit of parameters that belong to no other, gathered at the entry of the loss."""
+WHOLE = "model"
+"""Name of the unit that is the whole model, whose path is empty."""
 
 
 class ParamKind(enum.Enum):

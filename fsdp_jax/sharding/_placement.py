@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax.sharding._config import ZERO_DP_STRATEGIES, FSDPConfig, Placements
 from fsdp_jax.sharding._mesh import DATA_AXES, OUTER_AXES, SHARD_AXES, axes_in_use
-from fsdp_jax.sharding._plan import ROOT
+from fsdp_jax.sharding._param_plan import ROOT, WHOLE
 from fsdp_jax.sharding._units import Found
 
 
@@ -60,7 +60,7 @@ def placements_of(mesh: Mesh, config: FSDPConfig) -> Placements:
 
 
 def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
-    """Returns the path of the stack that `pp` splits; None if `pp` has one device.
+    """Returns the unit or path of the stack that `pp` splits; None if `pp` is 1.
 
     Args:
       mesh: Device mesh.
@@ -79,7 +79,7 @@ def staged_stack(mesh: Mesh, units: Found, chosen: str | None) -> str | None:
     outer = [unit for unit in stacks if not any(is_within(unit, s) for s in stacks)]
     found = [unit for unit in outer if chosen in (None, unit)]
     if len(found) == 1 and units[found[0]] == 1:
-        return found[0]
+        return found[0] or WHOLE
     inside = [unit for unit in outer if chosen and is_within(unit, chosen)]
     if inside and all(units[unit] == 1 for unit in inside):
         return chosen

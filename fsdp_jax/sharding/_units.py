@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_jax._tree import matches, named_leaves
 from fsdp_jax.sharding._model_def import Instance, ModelDef
-from fsdp_jax.sharding._plan import ROOT
+from fsdp_jax.sharding._param_plan import ROOT, WHOLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def owner(name: str, units: Found) -> tuple[str, int]:
     if not above:
         return ROOT, 0
     unit = max(above, key=len)
-    return unit or "model", units[unit]
+    return unit or WHOLE, units[unit]
 
 
 def check_stacks(model: ModelDef, units: Found) -> None:

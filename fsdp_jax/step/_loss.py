@@ -253,7 +253,15 @@ def trace_and_split(
     Raises:
       ValueError: See `check_loss` and `split_loss`.
     """
-    closed, out_tree = _traced(loss, shards, *args)
+    try:
+        closed, out_tree = _traced(loss, shards, *args)
+    except Exception as error:
+        error.add_note(
+            "Raised by loss_fn, in which a stack that pp splits has the layers of one "
+            "stage: fsdp.scan(unit, stack, x), called once on the whole stack, runs "
+            "all of them; no jax.lax.scan, nnx.scan or linen.scan of the model does."
+        )
+        raise
     check_loss(closed.jaxpr, shards, args, axes, is_split=True)
     return split_loss(closed, out_tree)
 

@@ -14,6 +14,7 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.lora._composed_weight import take_parts
 from fsdp_jax.sharding._attributes import closed_over_tracers
 from fsdp_jax.sharding._plan import ParamPlan
+from fsdp_jax.step._constant_leaves import without_constants
 from fsdp_jax.step._layer_stack import scan_stages, unless_padding
 from fsdp_jax.step._module_units import (
     changed_since,
@@ -57,7 +58,8 @@ def scan(
     Args:
       unit: Function `unit(weights, carry, *x_slices, *consts) -> (carry, y)`, where
         `weights` is one unsharded slice of `stacked`.
-      stacked: Weights of all units, with a leading dim `layers` on every leaf.
+      stacked: Weights of all units, with a leading dim `layers` on every array. Leaves
+        that are not arrays (a rate, a function) are given to every unit as they are.
       carry: Tree passed from unit to unit.
       xs: Trees with the same leading dim, one slice of each per unit, e.g. keys.
       consts: Trees passed to every unit as they are, e.g. rope tables. Arrays with
@@ -221,19 +223,24 @@ def _looped(
     runs: Sequence[StaticRun] | None,
 ) -> tuple[PyTree, PyTree]:
     """Runs a loop over units that gather at their entry; one for each of `runs`."""
-    if runs is None:
+    arrays, whole = without_constants(stacked)
+
+    def loop(unit, arrays, carry, xs):
         gathering = mark(unit)
 
         def body(carry, slices):
-            weights, x = slices
-            return gathering(weights, carry, *x, *consts)
+            arrays, x = slices
+            return gathering(whole(arrays), carry, *x, *consts)
 
-        return jax.lax.scan(body, carry, (stacked, xs), unroll=unroll)
+        return jax.lax.scan(body, carry, (arrays, xs), unroll=unroll)
+
+    if runs is None:
+        return loop(unit, arrays, carry, xs)
     made = []
     for run in runs:
-        part, x = part_of((stacked, xs), run)
         own = functools.partial(unit, static=run.value)
-        carry, out = _looped(own, part, carry, x, consts, unroll, None)
+        part, x = part_of((arrays, xs), run)
+        carry, out = loop(own, part, carry, x)
         made.append(out)
     return carry, join_runs(made)
 
@@ -259,10 +266,12 @@ def _prefetched(
     """
     # A LoRA or quantized weight is made of several shards: gather these.
     computed, parts, keys = take_parts(compute, own)
+    others, xs = slices
+    arrays, whole = without_constants(others)
 
     def of_parts(parts, carry, slices, consts, **static):
-        keys, others, xs = slices
-        return computed(parts, keys, others, carry, xs, consts, **static)
+        keys, arrays, xs = slices
+        return computed(parts, keys, whole(arrays), carry, xs, consts, **static)
 
     # The scope that `call_unit` opens on the other path: reports read it.
     with unit_scope(parts[0].param.unit):
@@ -270,7 +279,7 @@ def _prefetched(
             of_parts,
             parts,
             carry,
-            (keys, *slices),
+            (keys, arrays, xs),
             consts,
             prefetch=prefetch,
             unroll=unroll,

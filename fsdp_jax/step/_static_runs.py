@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax._tree import PyTree
+from fsdp_jax.step._constant_leaves import without_constants
 
 Unit = Callable[..., tuple[PyTree, PyTree]]
 
@@ -42,7 +43,8 @@ def static_runs(static: Sequence[Hashable]) -> list[StaticRun]:
 
 def num_units(stacked: PyTree) -> int:
     """Returns the number of units of a stack."""
-    return jax.tree.leaves(stacked)[0].shape[0]
+    arrays, _ = without_constants(stacked)
+    return arrays[0].shape[0]
 
 
 def check_static(static: Sequence[Hashable], units: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -190,6 +191,18 @@ def test_the_mark_of_an_order_of_bytes_is_no_text(tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
     assert [record.text for record in read_records(file, None)] == ["a"]
+
+
+def test_a_line_ends_at_a_line_feed_and_at_nothing_else(tmp_path):
+    texts = ["a\u2028b", "c\u0085d", "e\u2029f", "g"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    for name, end in (("text.jsonl", "\n"), ("text.jsonl.gz", "\r\n")):
+        (file := tmp_path / name).write_bytes(
+            (gzip.compress if name.endswith("gz") else bytes)(
+                "".join(line + end for line in lines).encode()
+            )
+        )
+        assert [record.text for record in read_records(file, None)] == texts
 
 
 def test_a_conversation_without_messages_is_told_so(tmp_path):

@@ -426,6 +426,25 @@ def test_a_stack_that_a_step_cannot_see_is_refused():
             refused(loss)
 
 
+def test_a_loop_of_the_models_own_is_told_that_a_stage_has_some_layers():
+    def loss(weights, batch):
+        x = jnp.zeros((ROWS, EMBED)).at[:, 0].set(batch["tokens"][:, 0])
+
+        def body(x, w):
+            return jnp.tanh(x @ w["router"] @ w["router"].T), None
+
+        # The length is what `linen.scan` asks for.
+        return jax.lax.scan(body, x, weights["layers"], length=LAYERS)[0].mean()
+
+    plan = fsdp.fully_shard(make_weights, fsdp.make_mesh(pp=2), units=[STACK])
+    step = fsdp.make_train_step(plan, loss, optax.sgd(0.1), num_microbatches=2)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    state = fsdp.init_state(plan, optax.sgd(0.1), params)
+    with pytest.raises(ValueError) as error:
+        step(state, jax.device_put(batch(), plan.batch_sharding))
+    assert "fsdp.scan" in "".join(error.value.__notes__)
+
+
 def test_an_audit_finds_what_a_stage_would_wait_for_without_end():
     def loss(weights, batch):
         def layer(w, x):
