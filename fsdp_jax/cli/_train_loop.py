@@ -32,6 +32,7 @@ from fsdp_jax.cli._metrics import (
     peak_memory_bytes,
     write_metrics,
 )
+from fsdp_jax.cli._orbax_log import be_brief_about_saves
 from fsdp_jax.cli._profile import Window, tracer
 from fsdp_jax.cli._replay import ReplayOptions, replayed
 from fsdp_jax.cli._routing import Routing, move_biases
@@ -105,6 +106,7 @@ class Run:
 
     def open_checkpointer(self) -> fsdp.Checkpointer:
         """Opens the directory of the checkpoints, which are saved in the background."""
+        be_brief_about_saves()
         return fsdp.Checkpointer(
             self.save,
             save_decision_policy=self.checkpoints.decision(self.steps),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.checkpoint._steps import newest_good
 from fsdp_jax.cli import _run_marker, main
+from fsdp_jax.cli._orbax_log import _TRACEBACKS
 from fsdp_jax.cli._metrics import metrics_lines
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +257,7 @@ def test_a_run_that_saved_nothing_is_in_nobodys_way(llama, text, tmp_path, fake_
 
 @ORBAX_FAILS_NOISILY
 def test_a_full_disk_is_one_message_and_the_same_command_goes_on(
-    llama, text, tmp_path, fake_step, capsys
+    llama, text, tmp_path, fake_step, capsys, caplog
 ):
     argv = ["train", "--hf", str(llama), "--data", str(text), "--seq", "16"]
     argv += ["--save", str(tmp_path / "run"), "--steps", "2"]
@@ -263,10 +265,31 @@ def test_a_full_disk_is_one_message_and_the_same_command_goes_on(
     with file_size_limited(20_000):
         assert main(argv) == 2
     assert "fsdp-jax: error: Step 2 is not saved: " in capsys.readouterr().err
+    of_orbax = [record for record in caplog.records if record.name == "absl"]
+    assert of_orbax and not any(record.exc_info for record in of_orbax)
     gc.collect()  # what of the failed write ends later ends here
     fake_step(5, 4)
     assert main(argv) == 0
     assert fsdp.checkpoint.verify(tmp_path / "run").step == 2
+
+
+@pytest.mark.parametrize(
+    "path, error, shown",
+    [
+        ("orbax/manager.py", KeyboardInterrupt(), None),
+        ("orbax/manager.py", OSError("no space"), "not saved: no space"),
+        ("mine.py", KeyboardInterrupt(), "not saved:"),
+    ],
+)
+def test_what_orbax_logs_of_a_failure_is_a_line_and_of_an_interrupt_none(
+    path, error, shown
+):
+    given = logging.LogRecord(
+        "absl", logging.ERROR, path, 1, "not saved:", (), (type(error), error, None)
+    )
+    record = given if _TRACEBACKS.filter(given) else None
+    assert (record and record.getMessage()) == shown
+    assert record is None or path == "mine.py" or not record.exc_info
 
 
 def test_metrics_of_steps_that_come_again_are_taken_out(tmp_path):
