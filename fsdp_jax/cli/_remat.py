@@ -10,7 +10,7 @@ import jax
 from bridge.models._decoder_layer import LAYER_INPUT
 from bridge.models._fused_attention import RESIDUALS
 from bridge.models._moe import EXPERT_PRODUCT
-from fsdp_jax.ops.moe._send import RECEIVED
+from fsdp_jax.ops.moe._routes import RECEIVED
 
 Remat = Literal["all", "dots", "attention", "offload", "nothing"]
 

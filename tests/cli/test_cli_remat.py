@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from helpers.operations import counts_of
 
 import fsdp_jax as fsdp
@@ -22,7 +23,7 @@ from fsdp_jax.cli._schedule_search import settings_of, with_settings
 from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.cli.commands._plan import Plan
 from fsdp_jax.cli.commands._train import Train
-from fsdp_jax.ops.moe._send import RECEIVED
+from fsdp_jax.ops.moe._routes import RECEIVED
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -35,11 +36,11 @@ CONFIG = DecoderConfig(
 )
 
 
-def step_of(remat: Remat, *, padded: bool = False):
+def step_of(remat: Remat, routing: Routing = Routing(), *, padded: bool = False):
     """The trace of a step with experts over four ranks."""
     mesh = fsdp.make_mesh(ep=4)
     config = Strategy(remat=remat).applied(fsdp.FSDPConfig(), mesh, padded=padded)
-    plan, tx = plan_decoder(CONFIG, mesh, config), optax.sgd(0.1)
+    plan, tx = plan_decoder(CONFIG, mesh, config, routing), optax.sgd(0.1)
     step = fsdp.make_train_step(plan, fused_next_token_loss, tx)
     batch = jax.ShapeDtypeStruct((8, 17), jnp.int32)
     return step.jitted.trace(fsdp.abstract_state(plan, tx), batch).jaxpr.jaxpr
@@ -52,6 +53,28 @@ def test_tokens_that_were_sent_and_products_of_experts_are_saved_with_dots():
     for primitive in ("all_to_all", "ragged_dot_general"):
         counts = {r: counted(r, primitive) for r in ("all", "dots", "nothing")}
         assert counts["dots"] == counts["all"] < counts["nothing"], primitive
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0], ids=["dropless", "capacity"])
+def test_tokens_that_were_sent_in_float8_are_saved_with_dots(capacity):
+    routing = Routing(capacity_factor=capacity, dispatch_dtype="float8")
+    counts = {
+        remat: sum(counts_of(step_of(remat, routing), "all_to_all"))
+        for remat in ("all", "dots", "nothing")
+    }
+    assert counts["dots"] == counts["all"] < counts["nothing"]
+
+
+@pytest.mark.parametrize("dtype", ["param_dtype", "float8"])
+def test_with_dots_a_token_is_sent_to_each_node_once(dtype):
+    routing = Routing(capacity_factor=1.0, dispatch_dtype=dtype, ranks_per_node=2)
+    all_, dots, nothing = (
+        # Of two dims: rows of tokens, and not the counts of them.
+        sum(counts_of(step_of(remat, routing), "all_to_all", 2))
+        for remat in ("all", "dots", "nothing")
+    )
+    assert dots == all_ + 1  # The copies within a node are made again,
+    assert nothing == all_ + 2  # and here the token is sent to it again too.
 
 
 def test_rows_that_are_padded_are_not_saved_with_dots():

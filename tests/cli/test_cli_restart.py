@@ -31,8 +31,8 @@ import fsdp_jax as fsdp
 from fsdp_jax._tree import named_leaves
 from fsdp_jax.checkpoint._steps import newest_good
 from fsdp_jax.cli import _run_marker, main
-from fsdp_jax.cli._orbax_log import _TRACEBACKS
 from fsdp_jax.cli._metrics import metrics_lines
+from fsdp_jax.cli._orbax_log import _TRACEBACKS
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40

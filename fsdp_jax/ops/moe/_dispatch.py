@@ -19,7 +19,7 @@ from fsdp_jax.ops.moe._gather_rows import inverse_of
 from fsdp_jax.ops.moe._node_route import node_route
 from fsdp_jax.ops.moe._nodes import nodes_of, within_limit
 from fsdp_jax.ops.moe._routes import CapacityRoute, RaggedRoute, Rows, Tokens
-from fsdp_jax.ops.moe._send import check_dispatch_dtype, receive
+from fsdp_jax.ops.moe._send import check_dispatch_dtype, send
 
 RunExperts = Callable[[Rows, Int[Array, " experts"] | np.ndarray], Rows]
 
@@ -97,7 +97,7 @@ def expert_parallel_dispatch(
             route, counts = _ragged_route(
                 order, counts.reshape(ranks, local), chosen, form
             )
-        rows = run(receive(route, x, dispatch_dtype, ranks), counts)
+        rows = run(send(route, x, dispatch_dtype), counts)
         y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
     return y, jnp.zeros(tokens, jnp.int32)
 
@@ -222,7 +222,7 @@ def expert_capacity_dispatch(
         # A numpy array, so that `run` can see statically that all groups are equal.
         sizes = np.full(local, ranks * capacity, np.int32)
         route = direct if nodes is None else node_route(direct, nodes)
-        sent = receive(route, x, dispatch_dtype, ranks)
+        sent = send(route, x, dispatch_dtype)
         with jax.named_scope(rows_of_experts(slot.size, ranks * local * capacity)):
             rows = run(sent, sizes)
         y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)

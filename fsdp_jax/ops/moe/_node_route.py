@@ -6,13 +6,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fsdp_jax.ops.moe._all_to_all import Exchange, Segments, exchange, segments_of
 from fsdp_jax.ops.moe._gather_rows import rearrange
 from fsdp_jax.ops.moe._nodes import Nodes
 from fsdp_jax.ops.moe._repeat_rows import repeat_rows, sum_rows
-from fsdp_jax.ops.moe._routes import CapacityRoute, Rows, Tokens
+from fsdp_jax.ops.moe._routes import RECEIVED, CapacityRoute, Rows, Tokens
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +56,8 @@ class NodeRoute:
         rows = repeat_rows(rows, self.token, self.sent_rows)
         form = dataclasses.replace(self.form, again=again)
         rows = exchange(form, self.there_sizes, self.back_sizes, rows)
+        # Before copies are made: the slots of a node hold several for a token.
+        rows = checkpoint_name(rows, RECEIVED)
         rows = repeat_rows(rows, self.row, self.slots)
         rows = self.nodes.all_to_all(rows, self.nodes.within)
         index, local, node, capacity = self._dims

@@ -8,6 +8,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from fsdp_jax.ops.moe._all_to_all import Exchange, Segments, exchange, send_slices
@@ -16,6 +17,11 @@ from fsdp_jax.ops.moe._gather_rows import rearrange
 Rows = Float[Array, "rows embed"]
 Tokens = Float[Array, "tokens embed"]
 Index = Int[Array, " rows"]
+RECEIVED = "received_tokens"
+"""`checkpoint_name` of tokens as they come from other ranks, in what they are sent in.
+
+A `remat_policy` that saves them by that name does not send them again in backward.
+"""
 
 
 class Route(Protocol):
@@ -122,6 +128,7 @@ class RaggedRoute:
             return rows
         form = dataclasses.replace(self.form, again=again)
         received = exchange(form, self.there_sizes, self.back_sizes, rows)
+        received = checkpoint_name(received, RECEIVED)
         # Received rows are sorted by source rank, then expert.
         return rearrange(received, self.by_expert, self.by_source)
 
@@ -179,7 +186,7 @@ class CapacityRoute:
         rows = rearrange(rows, self.item, self.slot)
         if self.ranks == 1:
             return rows
-        rows = self._all_to_all(rows)
+        rows = checkpoint_name(self._all_to_all(rows), RECEIVED)
         rows = rows.reshape(self.ranks, self.local, self.capacity, -1).swapaxes(0, 1)
         return rows.reshape(self.ranks * self.local * self.capacity, -1)
 

@@ -6,32 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fsdp_jax.ops.moe._packed_rows import pack, unpack
 from fsdp_jax.ops.moe._routes import Route, Rows, Tokens
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
-RECEIVED = "received_tokens"
-"""`checkpoint_name` of the tokens that came from other ranks."""
-
-
-def receive(
-    route: Route, x: Tokens, dispatch_dtype: jnp.dtype | None, ranks: int
-) -> Rows:
-    """Sends tokens as `send` does, and names what came from other ranks.
-
-    A `remat_policy` that saves it by that name does not send it again in backward.
-
-    Args:
-      route: Route of the tokens.
-      x: Tokens.
-      dispatch_dtype: As of `send`.
-      ranks: Ranks that share the experts.
-    """
-    rows = send(route, x, dispatch_dtype)
-    return rows if ranks == 1 else checkpoint_name(rows, RECEIVED)
 
 
 def send(
@@ -65,12 +45,17 @@ def _send_float8(again: bool, route: Route, x: Tokens) -> Rows:
     collective, and then send more. One rank rounds as several do, so that the numbers
     do not depend on how many ranks share the experts.
     """
+    return _packed(again, route, x)
+
+
+def _packed(again: bool, route: Route, x: Tokens) -> Rows:
     packed = route.there(route.per_choice(pack(x)), again=again)
     return unpack(packed, x.shape[-1], x.dtype)
 
 
 def _forward(again, route, x):
-    return _send_float8(again, route, x), route
+    # Not the function itself: a `remat_policy` sees no name within a `custom_vjp`.
+    return _packed(again, route, x), route
 
 
 def _backward(again, route, grad: Rows):
