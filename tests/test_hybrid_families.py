@@ -88,6 +88,13 @@ CASES = {
         },
         "layers",
     ),
+    "experts beside a dense branch over ep": Case(
+        "longcat_flash", {"ep": 2}, {"zero_expert_num": 4}
+    ),
+    "experts beside a dense branch over tp": Case("longcat_flash", {"tp": 2}, EVEN),
+    "experts beside a dense branch over pp": Case(
+        "longcat_flash", {"pp": 2}, stack="layers"
+    ),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }

@@ -70,6 +70,7 @@ from bridge.families import (
     lfm3,
     llama,
     llama4,
+    longcat_flash,
     mamba,
     mamba2,
     mellum,
@@ -131,7 +132,7 @@ _MODULES = (
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
-    deepseek_v4,
+    *(deepseek_v4, longcat_flash),
 )
 
 

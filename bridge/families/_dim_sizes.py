@@ -99,6 +99,7 @@ def _expert_sizes(config: DecoderConfig) -> Sizes:
     return {
         "expert": moe.num_experts,
         "experts": moe.num_experts,
+        "choices": moe.num_choices,
         "expert_mlp": moe.intermediate_size,
         "expert_embed": moe.latent_size or config.hidden_size,
         "token_experts": moe.num_experts_per_tok,

@@ -17,6 +17,7 @@ from bridge.models._layer_state import (
     LayerState,
     Mamba1State,
     MambaState,
+    TwoKeyValues,
 )
 
 Slots = Int[Array, "batch seq"]
@@ -40,7 +41,7 @@ def empty_cache(
       layers that mix no tokens, or attend to the cache of another.
     """
     made = {
-        "attention": key_values,
+        "attention": _two_key_values if config.dense_branch else key_values,
         "indexed": _indexed_key_values,
         "short_conv": _conv_state,
         "delta_net": _delta_net_state,
@@ -81,6 +82,13 @@ def key_values(
         jnp.zeros((*shape, config.qk_dim), dtype),
         jnp.zeros((*shape, config.v_head_dim), dtype),
     )
+
+
+def _two_key_values(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> TwoKeyValues:
+    first, second = (key_values(config, dims, slots, dtype) for _ in range(2))
+    return TwoKeyValues(first, second)
 
 
 def _indexed_key_values(

@@ -132,6 +132,8 @@ class DecoderConfig(DecoderFields):
       dense_layers: Indices of layers that are dense although `moe` is set.
       hash_layers: Indices of layers with experts that follow from the id of a token,
         and whose router only weights them.
+      dense_branch: Whether an MLP, attention and a second MLP, all dense, run beside
+        the experts of each layer.
       mixer_only_layers: Indices of layers without MLP or experts.
       mlp_sizes: Indices of layers whose dense MLP is not `intermediate_size` wide, each
         with its width.

@@ -57,7 +57,7 @@ def inconsistencies(config: DecoderFields) -> list[str]:
             f"must be {heads} and {config.mla.qk_head_dim}"
         )
     wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
-    wrong += _inconsistent_sharing(config)
+    wrong += _inconsistent_sharing(config) + _inconsistent_branch(config)
     wrong += _inconsistent_streams(config) + inconsistent_entries(config)
     wrong += inconsistent_connections(config) + inconsistent_hashes(config)
     return wrong + _inconsistent_layers(config)
@@ -132,6 +132,37 @@ def _inconsistent_sharing(config: DecoderFields) -> list[str]:
     wrong += [
         f"kv_sharing: not beside {name}" for name in beside if getattr(config, name)
     ]
+    return wrong
+
+
+_NOT_BESIDE_BRANCH = (
+    *("dense_layers", "hash_layers", "mixer_only_layers", "mlp_sizes", "indexer"),
+    *("block_indexer", "kv_sharing", "full_attention", "compressed_attention"),
+    *("altup", "hyper_connections", "per_layer_input", "laurel_rank", "layer_scale"),
+)
+
+
+def _inconsistent_branch(config: DecoderFields) -> list[str]:
+    if not config.dense_branch:
+        return []
+    wrong = [
+        f"dense_branch: not beside {name}"
+        for name in _NOT_BESIDE_BRANCH
+        if getattr(config, name)
+    ]
+    if config.moe is None:
+        wrong.append("dense_branch: experts run beside it, and moe is None")
+    elif config.moe.own_norms:
+        wrong.append("dense_branch: not beside moe.own_norms")
+    if config.norm_placement != "pre":
+        wrong.append(f"dense_branch: norm_placement {config.norm_placement!r} is 'pre'")
+    if config.residual_multiplier != 1:
+        wrong.append(
+            f"dense_branch: residual_multiplier {config.residual_multiplier} is 1"
+        )
+    others = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        wrong.append(f"dense_branch: not beside {', '.join(sorted(others))}")
     return wrong
 
 

@@ -133,6 +133,7 @@ class DecoderFields:
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()
     hash_layers: tuple[int, ...] = ()
+    dense_branch: bool = False
     mixer_only_layers: tuple[int, ...] = ()
     mlp_sizes: tuple[tuple[int, int], ...] = ()
     tie_word_embeddings: bool = False

@@ -1,5 +1,6 @@
 """Decoder layer."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
-from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_parts import (
@@ -21,6 +21,7 @@ from bridge.models._decoder_parts import (
     make_channels,
     make_norm,
 )
+from bridge.models._dense_branch import DenseBranch
 from bridge.models._hyper_connections import HyperConnection
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
@@ -30,16 +31,15 @@ from bridge.models._layer_mixer import (
     MixerInputs,
     MixerOutput,
     Stream,
+    constrained_input,
     run_attention,
+    run_attention_and_mamba,
     run_indexed_attention,
     run_recurrent_mixer,
     run_shared_attention,
 )
 from bridge.models._layer_products import PLAIN, LayerProducts, set_products
-from bridge.models._layer_state import (
-    AttentionMambaState,
-    LayerState,
-)
+from bridge.models._layer_state import LayerState, TwoKeyValues
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
@@ -48,7 +48,6 @@ from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
-from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention, SharedStream
 
 Experts = Int[Array, "batch seq chosen"]
@@ -123,6 +122,10 @@ class DecoderLayer(nnx.Module):
             make = RECURRENT_MIXERS[recurrent]
             setattr(self, recurrent, make(config, rngs=rngs, param_dtype=param_dtype))
         self.mlp = make_channels(config, kind, rngs, param_dtype, dispatch)
+        branch = None
+        if config.dense_branch:
+            branch = DenseBranch(config, kind, rngs, param_dtype, attention, constrain)
+        self.dense_branch = branch
         self._make_additions(config, rngs, param_dtype, constrain)
         self.parallel = config.norm_placement.startswith("parallel")
         self.multiplier = config.residual_multiplier
@@ -241,6 +244,8 @@ class DecoderLayer(nnx.Module):
             return _output(*self._feed(x, experts), cache)
         if self.mixer_connection is not None:
             return self._run_streams(x, experts, inputs, cache)
+        if self.dense_branch is not None:
+            return self._run_beside(self.dense_branch, x, experts, inputs, cache)
         predicted = None
         if self.altup is not None:
             predicted = self.altup.predict(x)
@@ -280,6 +285,25 @@ class DecoderLayer(nnx.Module):
         streams = after.add(streams, self.constrain(y, "output"))
         return _output(streams, routed, mixed.cache)
 
+    def _run_beside(
+        self,
+        branch: DenseBranch,
+        x: Stream,
+        experts: Experts | None,
+        inputs: MixerInputs,
+        cache: LayerState | None,
+    ) -> LayerOutput:
+        """Runs attention, then experts beside the branch, on some rows."""
+        first, second = cache if isinstance(cache, TwoKeyValues) else (None, None)
+        normed = _apply(self.input_layernorm, x)
+        mixed = self._mix(normed, self.constrain(normed, "input"), first, inputs)
+        x = x + self.constrain(mixed.output, "output")
+        normed = self.constrain(_apply(self.pre_feedforward_layernorm, x), "input")
+        y, routed = self._feedforward(normed, experts)
+        x, after = branch(x, normed, second, inputs)
+        caches = None if cache is None else TwoKeyValues(mixed.cache, after)  # pyright: ignore[reportArgumentType]
+        return _output(x + self.constrain(y, "output"), routed, caches)
+
     def _mix(
         self,
         normed: Stream,
@@ -288,10 +312,12 @@ class DecoderLayer(nnx.Module):
         inputs: MixerInputs,
     ) -> MixerOutput:
         """Runs the mixer on the normed stream, or on the same constrained as input."""
-        if self.mixer == "attention_mamba":
-            return self._mix_both(normed_input, cache, inputs)
         if self.mixer is not None and self.mixer != "attention":
-            return self._recur(self.mixer, normed_input, cache, inputs)
+            mixer = getattr(self, self.mixer.removeprefix("attention_"))
+            run = run_recurrent_mixer
+            if self.mixer == "attention_mamba":
+                run = partial(run_attention_and_mamba, self.self_attn, self.multipliers)
+            return run(mixer, self.recurrence, normed_input, cache, inputs)
         attention, shared = self.self_attn, inputs.shared
         if isinstance(attention, IndexedAttention):
             return run_indexed_attention(attention, normed, cache, inputs)
@@ -299,34 +325,8 @@ class DecoderLayer(nnx.Module):
             return run_shared_attention(
                 attention, normed_input, cache, inputs, shared, is_full=self.is_full
             )
-        # Latent attention constrains its latent vectors instead of its input.
-        latent = isinstance(attention, LatentAttention | CompressedAttention)
-        return run_attention(
-            attention, normed if latent else normed_input, cache, inputs
-        )
-
-    def _recur(
-        self, name: str, x: Stream, cache: LayerState | None, inputs: MixerInputs
-    ) -> MixerOutput:
-        """Runs the mixer with a state that is the attribute `name`."""
-        mixer = getattr(self, name)
-        return run_recurrent_mixer(mixer, self.recurrence, x, cache, inputs)
-
-    def _mix_both(
-        self, mixer_input: Stream, cache: LayerState | None, inputs: MixerInputs
-    ) -> MixerOutput:
-        """Runs attention and Mamba side by side, and adds their outputs."""
-        factors, caches = self.multipliers, (None, None)
-        if isinstance(cache, AttentionMambaState):
-            caches = cache
-        attention_input = scale_by(mixer_input, factors.attention_in)
-        attended = run_attention(self.self_attn, attention_input, caches[0], inputs)
-        recurred = self._recur("mamba", mixer_input, caches[1], inputs)
-        after = None
-        if cache is not None:
-            after = AttentionMambaState(attended.cache, recurred.cache)  # pyright: ignore[reportArgumentType]
-        output = scale_by(attended.output, factors.attention_out)
-        return MixerOutput(output + scale_by(recurred.output, factors.mamba_out), after)
+        own = constrained_input(attention, normed, self.constrain)
+        return run_attention(attention, own, cache, inputs)
 
     def _add(
         self,

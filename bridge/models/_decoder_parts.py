@@ -123,6 +123,13 @@ def make_channels(
             dispatch=dispatch,
             hashes=kind.hashes,
         )
+    return make_mlp(config, kind, rngs, param_dtype)
+
+
+def make_mlp(
+    config: DecoderConfig, kind: LayerKind, rngs: nnx.Rngs, param_dtype: DTypeLike
+) -> MLP:
+    """Returns a dense MLP of a layer."""
     return MLP(
         config,
         config.mlp_width(kind),

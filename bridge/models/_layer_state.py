@@ -119,8 +119,16 @@ class AttentionMambaState(NamedTuple):
     mamba: MambaState
 
 
+class TwoKeyValues(NamedTuple):
+    """Cache of a layer with two attentions, one after the other."""
+
+    first: KeyValues
+    second: KeyValues
+
+
 LayerState = (
     KeyValues
+    | TwoKeyValues
     | IndexedKeyValues
     | CompressedKeyValues
     | ConvState

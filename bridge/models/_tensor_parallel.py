@@ -133,7 +133,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["mamba1.num_channels"] = channels.num_channels
     if "short_conv" in mixers:
         sizes["hidden_size"] = config.hidden_size
-    if any(kind.channels == "dense" for kind in config.layer_kinds):
+    dense = any(kind.channels == "dense" for kind in config.layer_kinds)
+    if dense or config.dense_branch:
         sizes["intermediate_size"] = config.intermediate_size
         sizes |= {f"mlp_sizes of layer {i}": size for i, size in config.mlp_sizes}
         if (sharing := config.kv_sharing) is not None:

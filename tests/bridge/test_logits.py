@@ -217,6 +217,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "rope of layers without": ("deepseek_v4", {"sliding_rope.rope_theta": 500.0}),
     "iterations": ("deepseek_v4", {"hyper_connections.sinkhorn_iters": 1}),
     "epsilon of streams": ("deepseek_v4", {"hyper_connections.eps": 0.1}),
+    "scales of latent vectors": ("longcat_flash", {"mla.scale_latents": False}),
     "roots of scores": ("deepseek_v4", {"moe.scoring": "sigmoid"}),
     "bound of a shared MLP": ("deepseek_v4", {"moe.swiglu_limit": None}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),

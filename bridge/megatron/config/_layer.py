@@ -47,6 +47,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "altup": (None, "it has one residual stream"),
     "hyper_connections": (None, "it has one residual stream"),
     "compressed_attention": (None, "its attention reads no entries of several tokens"),
+    "dense_branch": (False, "its experts have no dense branch beside them"),
     "hash_layers": ((), "its routers choose the experts of all tokens"),
     "laurel_rank": (None, "its residual is not learned"),
     "gate_sparsity": (None, "its MLPs keep all values of the gate"),
