@@ -74,6 +74,7 @@ from bridge.families import (
     mamba,
     mamba2,
     mellum,
+    mimo_v2_flash,
     minicpm3,
     minimax_m2,
     minimax_m3_vl,
@@ -132,7 +133,7 @@ _MODULES = (
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
-    *(deepseek_v4, longcat_flash),
+    *(deepseek_v4, longcat_flash, mimo_v2_flash),
 )
 
 

@@ -4,6 +4,8 @@ Rows of q and k are in the order in which the family rotates them, in the files 
 the model alike, so no rule permutes them.
 """
 
+import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -22,6 +24,7 @@ _Q = (
     "(heads head_dim) -> heads head_dim",
 )
 _KV = tuple(side.replace("heads", "kv_heads") for side in _Q)
+_V = tuple(side.replace("head_dim", "v_head_dim") for side in _KV)
 _O = ("embed (heads v_head_dim) -> heads v_head_dim embed", "embed -> embed")
 
 PRE_NORMS = {
@@ -56,11 +59,22 @@ def attention(
       norms: Names of the norms of queries and keys; None to leave them out.
     """
     rules = ()
-    for name, layout in (("q_proj", _Q), ("k_proj", _KV), ("v_proj", _KV)):
+    for name, layout in (("q_proj", _Q), ("k_proj", _KV), ("v_proj", _V)):
         bias = layout[1] if config.attention_bias else None
         rules += linear(at + name, f"self_attn.{name}", layout[0], bias)
     of_heads = () if norms is None else head_norms(config, at, norms)
     return rules + attention_out(config, at + out) + of_heads
+
+
+def of_full_layers(rules: Rules) -> Rules:
+    """Rules with the sizes of full-attention layers, where they have their own."""
+    return tuple(
+        dataclasses.replace(rule, layout=_OF_FULL.sub(r"full_\1", str(rule.layout)))
+        for rule in rules
+    )
+
+
+_OF_FULL = re.compile(r"\b(head_dim|v_head_dim|kv_heads)\b")
 
 
 def attention_out(

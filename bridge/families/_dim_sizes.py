@@ -81,6 +81,7 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
     if (full := config.full_attention) is not None:
         sizes |= {
             "full_head_dim": full.head_dim,
+            "full_v_head_dim": config.value_head_dim or full.head_dim,
             "full_kv_heads": full.num_key_value_heads,
         }
     if (sharing := config.kv_sharing) is not None:

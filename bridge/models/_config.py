@@ -35,6 +35,8 @@ class DecoderConfig(DecoderFields):
         heads.
       head_dim: Width of a query or key head; None for `hidden_size /
         num_attention_heads`, or the width given by `mla`.
+      value_head_dim: Width of a value head; None for `head_dim`, or the width given by
+        `mla`.
       max_position_embeddings: Longest sequence the model was trained for, in tokens.
       norm: Kind of norm. `rms`: RMS norm, rounded to the compute dtype before it is
         scaled; `rms_wide`: scaled in float32, then rounded; `rms_zero_centered`: like
@@ -167,7 +169,8 @@ class DecoderConfig(DecoderFields):
     @property
     def v_head_dim(self) -> int:
         """Width of a value head."""
-        return self.mla.v_head_dim if self.mla else self.head_dim
+        own = self.mla.v_head_dim if self.mla else self.value_head_dim
+        return self.head_dim if own is None else own
 
     @property
     def qk_dim(self) -> int:
@@ -245,6 +248,7 @@ class DecoderConfig(DecoderFields):
             kv_sharing=None,
             head_dim=full.head_dim,
             num_key_value_heads=full.num_key_value_heads,
+            attention_sinks=self.attention_sinks and full.sinks,
         )
 
     @property
@@ -299,6 +303,7 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "value_head_dim",
     "max_position_embeddings",
     "sliding_window",
     "attention_chunk_size",

@@ -222,6 +222,15 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
             wrong.append("full_attention: layer_types are sliding or full")
         if config.query_scale or config.attention_chunk_size or config.qk_norm == "l2":
             wrong.append("full_attention: layers differ in windows and ropes alone")
+    if config.value_head_dim is not None:
+        beside = ("mla", "compressed_attention", "value_norm")
+        wrong += [
+            f"value_head_dim: not beside {name}"
+            for name in beside
+            if getattr(config, name)
+        ]
+        if config.full_attention and config.full_attention.shared_key_value:
+            wrong.append("value_head_dim: full layers have values of their own")
     if config.value_norm and config.mla:
         wrong.append("value_norm: latent attention has none")
     if config.position_offset < 0 or (config.position_offset and config.rope):

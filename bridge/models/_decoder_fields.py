@@ -70,6 +70,7 @@ class DecoderFields:
     num_attention_heads: int
     num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]
     head_dim: int = None  # pyright: ignore[reportAssignmentType]
+    value_head_dim: int | None = None
     max_position_embeddings: int = 2048
     norm: Norm = "rms"
     norm_eps: float = 1e-6

@@ -160,7 +160,8 @@ class SelfAttention(nnx.Module):
         self.k_proj = linear(embed, kv_heads, bias=config.attention_bias)
         value = None
         if not self.shared_key_value:
-            value = linear(embed, kv_heads, bias=config.attention_bias)
+            values = (config.num_key_value_heads, config.v_head_dim)
+            value = linear(embed, values, bias=config.attention_bias)
         self.v_proj = value
         self.v_norm = _value_norm(config, kv_heads, param_dtype)
         gate = None
@@ -183,6 +184,7 @@ class SelfAttention(nnx.Module):
         query, key = self.q_proj(x), self.k_proj(x)
         value = key if self.v_proj is None else self.v_proj(x)
         value = value if self.v_norm is None else self.v_norm(value)
+        value = scale_by(value, self.multipliers.value)
         key = scale_by(key, self.multipliers.key)
         if not self.norm_after_rope:
             query, key = self._norm_heads(query, key, tables)

@@ -218,6 +218,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "iterations": ("deepseek_v4", {"hyper_connections.sinkhorn_iters": 1}),
     "epsilon of streams": ("deepseek_v4", {"hyper_connections.eps": 0.1}),
     "scales of latent vectors": ("longcat_flash", {"mla.scale_latents": False}),
+    "scale of values": ("mimo_v2_flash", {"multipliers.value": 1.0}),
+    "part of a head of sliding layers": (
+        "mimo_v2_flash",
+        {"sliding_rope.partial_rotary_factor": 0.334},
+    ),
     "roots of scores": ("deepseek_v4", {"moe.scoring": "sigmoid"}),
     "bound of a shared MLP": ("deepseek_v4", {"moe.swiglu_limit": None}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),

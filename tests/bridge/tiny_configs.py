@@ -976,6 +976,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         **ALTERNATING,
     },
+    "mimo_v2_flash": {
+        "model_type": "mimo_v2_flash",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "head_dim": 24,
+        "v_head_dim": 14,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        **WINDOW,
+    },
     "longcat_flash": {
         "model_type": "longcat_flash",
         "num_key_value_heads": 4,

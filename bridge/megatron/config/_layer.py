@@ -51,6 +51,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "hash_layers": ((), "its routers choose the experts of all tokens"),
     "laurel_rank": (None, "its residual is not learned"),
     "gate_sparsity": (None, "its MLPs keep all values of the gate"),
+    "value_head_dim": (None, "its value heads are as wide as its key heads"),
     "value_norm": (False, "it does not norm values"),
     "layer_scale": (False, "its layers have no scale"),
     "indexer": (None, "its sparse attention is not modelled"),
