@@ -95,6 +95,8 @@ CASES = {
     "experts beside a dense branch over pp": Case(
         "longcat_flash", {"pp": 2}, stack="layers"
     ),
+    "lightning attention over tp": Case("minimax", {"tp": 2}, EVEN),
+    "lightning attention over pp": Case("minimax", {"pp": 2}, stack="layers"),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }
@@ -240,7 +242,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, size
 
 HYBRIDS = [
     *("lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2", "mamba"),
-    "jamba",
+    *("jamba", "minimax"),
 ]
 
 

@@ -76,6 +76,7 @@ from bridge.families import (
     mellum,
     mimo_v2_flash,
     minicpm3,
+    minimax,
     minimax_m2,
     minimax_m3_vl,
     ministral,
@@ -133,7 +134,7 @@ _MODULES = (
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
-    *(deepseek_v4, longcat_flash, mimo_v2_flash),
+    *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax),
 )
 
 

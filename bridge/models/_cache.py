@@ -15,6 +15,7 @@ from bridge.models._layer_state import (
     IndexedKeyValues,
     KeyValues,
     LayerState,
+    LightningState,
     Mamba1State,
     MambaState,
     TwoKeyValues,
@@ -45,6 +46,7 @@ def empty_cache(
         "indexed": _indexed_key_values,
         "short_conv": _conv_state,
         "delta_net": _delta_net_state,
+        "lightning": _lightning_state,
         "mamba": _mamba_state,
         "mamba1": _mamba1_state,
         "attention_mamba": _attention_mamba_state,
@@ -151,6 +153,14 @@ def _delta_net_state(
         jnp.zeros((*before, sizes.num_value_heads, sizes.value_head_dim), dtype),
         jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)),
     )
+
+
+def _lightning_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> LightningState:
+    del slots
+    memory = (*dims, config.num_attention_heads, config.head_dim, config.head_dim)
+    return LightningState(jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)))
 
 
 def _mamba_state(

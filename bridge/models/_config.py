@@ -46,7 +46,8 @@ class DecoderConfig(DecoderFields):
       norm_scale: Whether norms multiply by a scale.
       norm_bias: Whether norms of the residual stream add a bias.
       norm_placement: Position of the norms of attention and MLP: before (`pre`),
-        after (`post`), before and after (`both`), one shared norm before both, which
+        after (`post`), before and after (`both`), before in the residual stream itself,
+        which the norms replace (`in_stream`), one shared norm before both, which
         run in parallel (`parallel`), or one before each, in parallel (`parallel_two`).
       hidden_act: Activation of the MLP.
       gated_mlp: Whether the activation multiplies a second projection.
@@ -88,6 +89,7 @@ class DecoderConfig(DecoderFields):
         entries that each stand for several; None for other attention.
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
+      lightning: Factors of the layers of type `lightning`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
       mamba1: Sizes of the layers of type `mamba1`; None without any.
       rope: Rotary embedding of queries and keys; None for none.
@@ -128,6 +130,8 @@ class DecoderConfig(DecoderFields):
         any dtype.
       residual_multiplier: Factor of the outputs of attention and MLP, before they are
         added to the residual stream.
+      residual_factors: Factors of the stream and of the outputs of attention and MLP,
+        each its own; None for those of `residual_multiplier`.
       logit_scale: Factor of the logits.
       logits_scaling: Divisor of the logits.
       moe: Config of the experts; None if all layers are dense.
@@ -288,6 +292,7 @@ class DecoderConfig(DecoderFields):
 _MIXERS: dict[str, Mixer | None] = {
     "short_conv": "short_conv",
     "delta_net": "delta_net",
+    "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
     "attention_mamba": "attention_mamba",

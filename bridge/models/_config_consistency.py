@@ -16,6 +16,7 @@ _PARTS = {
     "block_sparse_attention": "block_indexer",
     "short_conv": "short_conv",
     "delta_net": "delta_net",
+    "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
     "attention_mamba": "mamba",
@@ -58,6 +59,7 @@ def inconsistencies(config: DecoderFields) -> list[str]:
         )
     wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
     wrong += _inconsistent_sharing(config) + _inconsistent_branch(config)
+    wrong += _inconsistent_residuals(config)
     wrong += _inconsistent_streams(config) + inconsistent_entries(config)
     wrong += inconsistent_connections(config) + inconsistent_hashes(config)
     return wrong + _inconsistent_layers(config)
@@ -132,6 +134,29 @@ def _inconsistent_sharing(config: DecoderFields) -> list[str]:
     wrong += [
         f"kv_sharing: not beside {name}" for name in beside if getattr(config, name)
     ]
+    return wrong
+
+
+def _inconsistent_residuals(config: DecoderFields) -> list[str]:
+    given = []
+    if config.norm_placement == "in_stream":
+        given.append("norm_placement 'in_stream'")
+    if config.residual_factors is not None:
+        given.append("residual_factors")
+        if config.norm_placement.startswith("parallel"):
+            given.append(f"norm_placement {config.norm_placement!r}")
+            return [f"{given[-2]}: not beside {given[-1]}"]
+    beside = ("altup", "hyper_connections", "laurel_rank", "dense_branch")
+    wrong = [
+        f"{each}: not beside {name}"
+        for each in given
+        for name in beside
+        if getattr(config, name)
+    ]
+    if config.residual_factors and config.residual_multiplier != 1:
+        wrong.append("residual_factors and residual_multiplier: one of both")
+    if config.lightning and config.residual_factors is None:
+        wrong.append("lightning: residual_factors are those of the other layers")
     return wrong
 
 

@@ -19,7 +19,7 @@ from bridge.models._decoder_parts import (
     RECURRENT_MIXERS,
     make_attention,
     make_channels,
-    make_norm,
+    make_norms,
 )
 from bridge.models._dense_branch import DenseBranch
 from bridge.models._hyper_connections import HyperConnection
@@ -46,6 +46,7 @@ from bridge.models._norm import Norm
 from bridge.models._per_layer_input import PerLayerInput
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
+from bridge.models._residual import residuals
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 from bridge.models._shared_attention import SharedAttention, SharedStream
@@ -78,8 +79,8 @@ class LayerOutput(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Decoder layer: mixer and MLP, each normed and added to the residual stream.
 
-    The mixer is `self_attn`, `short_conv`, `delta_net`, `mamba` or `mamba1`, by the
-    layer's kind, or `self_attn` and `mamba` side by side.
+    The mixer is `self_attn`, `short_conv`, `delta_net`, `lightning`, `mamba` or
+    `mamba1`, by the layer's kind, or `self_attn` and `mamba` side by side.
 
     Args:
       config: Config of the decoder.
@@ -111,7 +112,9 @@ class DecoderLayer(nnx.Module):
         batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
-        self._make_norms(config, kind, param_dtype)
+        norms = make_norms(config, kind, param_dtype)
+        self.input_layernorm, self.post_attention_layernorm = norms[:2]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
         self.mixer, self.is_full = kind.mixer, kind.is_full
         if kind.attends:
             self.self_attn = make_attention(
@@ -128,29 +131,12 @@ class DecoderLayer(nnx.Module):
         self.dense_branch = branch
         self._make_additions(config, rngs, param_dtype, constrain)
         self.parallel = config.norm_placement.startswith("parallel")
-        self.multiplier = config.residual_multiplier
+        self.mixer_residual, self.mlp_residual = residuals(config, kind)
         self.multipliers = config.multipliers or MultipliersConfig()
         self.constrain = constrain
         self.recurrence = recurrence
         self.batch_parts = batch_parts
         set_products(self, products)
-
-    def _make_norms(
-        self, config: DecoderConfig, kind: LayerKind, param_dtype: DTypeLike
-    ) -> None:
-        """Makes the norms before and after mixer and MLP; None where there is none."""
-        placement = config.norm_placement
-        before, after = placement != "post", placement in ("post", "both")
-        own = placement in ("pre", "both", "parallel_two")
-        mixes, feeds = kind.mixer is not None, kind.channels is not None
-
-        def norm(exists: bool) -> Norm | None:
-            return make_norm(config, param_dtype) if exists else None
-
-        self.input_layernorm = norm(before and mixes)
-        self.post_attention_layernorm = norm(after)
-        self.pre_feedforward_layernorm = norm(own and feeds)
-        self.post_feedforward_layernorm = norm(after)
 
     def _make_additions(
         self,
@@ -196,8 +182,8 @@ class DecoderLayer(nnx.Module):
             which later layers attend.
           per_layer: Inputs that differ between layers: `window`, the attention window
             in tokens, `table`, the index of the rotary table, `experts`, those of each
-            token if the router is not to choose them, and `input`, what the layer has
-            of each token.
+            token if the router is not to choose them, `input`, what the layer has of
+            each token, and `slopes`, the decays of its lightning attention.
           tables: Tables of the positions; None if layers read none.
           segment_ids: Segment of each token in a packed row; None for one segment.
           cache: Cache of the previous tokens; None without a cache.
@@ -222,6 +208,7 @@ class DecoderLayer(nnx.Module):
             None if selected is None else selected > 0,
             shared,
             per_layer.get("input"),
+            per_layer.get("slopes"),
         )
         if self.batch_parts == 1 or slots is not None:
             return self._run(x, selected, experts, inputs, cache)
@@ -251,6 +238,7 @@ class DecoderLayer(nnx.Module):
             predicted = self.altup.predict(x)
             x = predicted[:, :, self.altup.active]
         normed = _apply(self.input_layernorm, x)
+        x = self.mixer_residual.of(x, normed)
         normed_input = self.constrain(normed, "input")
         mixed = self._mix(normed, normed_input, cache, inputs)
         if selected is not None and mixed.selected is not None:
@@ -343,10 +331,12 @@ class DecoderLayer(nnx.Module):
                     self.pre_feedforward_layernorm(x), "input"
                 )
             y, routed = self._feedforward(normed_input, experts)
-            both = self._scaled(mixer_output) + self._scaled(y)
+            factor = self.mlp_residual.output
+            both = scale_by(mixer_output, factor) + scale_by(y, factor)
             return x + self.constrain(both, "output"), routed
         mixer_output = self.constrain(mixer_output, "output")
-        x = x + self._scaled(_apply(self.post_attention_layernorm, mixer_output))
+        mixer_output = _apply(self.post_attention_layernorm, mixer_output)
+        x = self.mixer_residual.add(x, mixer_output)
         if residual is not None:
             x = scale_by(x + residual, 2**-0.5)
         return self._feed(x, experts)
@@ -367,10 +357,11 @@ class DecoderLayer(nnx.Module):
         if self.mlp is None:
             return x, None
         normed = _apply(self.pre_feedforward_layernorm, x)
+        x = self.mlp_residual.of(x, normed)
         # Experts beside a dense MLP norm the stream themselves.
         y, routed = self._feedforward(self.constrain(normed, "input"), experts, x)
-        y = self.constrain(y, "output")
-        return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), routed
+        y = _apply(self.post_feedforward_layernorm, self.constrain(y, "output"))
+        return self.mlp_residual.add(x, y), routed
 
     def _feedforward(
         self, x: Stream, experts: Experts | None, stream: Stream | None = None
@@ -378,9 +369,6 @@ class DecoderLayer(nnx.Module):
         mlp = self.mlp
         assert mlp is not None
         return mlp(x, experts, stream) if isinstance(mlp, MoE) else (mlp(x), None)
-
-    def _scaled(self, y: Stream) -> Stream:
-        return scale_by(y, self.multiplier)
 
 
 def _output(

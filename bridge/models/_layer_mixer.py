@@ -19,6 +19,7 @@ from bridge.models._layer_state import (
     KeyValues,
     LayerState,
 )
+from bridge.models._lightning import LightningAttention
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence
@@ -41,6 +42,7 @@ class MixerInputs(NamedTuple):
       selected: Keys that the last indexer selected; None for all.
       shared: Stream and the keys and values that layers share; None if they do not.
       own_input: Input that the layer has of each token; None for none.
+      slopes: Decays of lightning attention in this layer; None for none.
     """
 
     tables: PositionTables
@@ -51,6 +53,7 @@ class MixerInputs(NamedTuple):
     selected: Selected | None = None
     shared: SharedStream | None = None
     own_input: Float[Array, "batch seq size"] | None = None
+    slopes: Float[Array, "1 1 heads"] | None = None
 
 
 class MixerOutput(NamedTuple):
@@ -177,7 +180,7 @@ def run_shared_attention(
 
 
 def run_recurrent_mixer(
-    mixer: StatefulMixer,
+    mixer: StatefulMixer | LightningAttention,
     recurrence: Recurrence,
     x: Stream,
     cache: LayerState | None,
@@ -193,6 +196,9 @@ def run_recurrent_mixer(
       cache: State before the tokens; None without one.
       inputs: What it reads beside `x`.
     """
+    if isinstance(mixer, LightningAttention):
+        assert inputs.slopes is not None
+        mixer = mixer.in_layer(inputs.slopes)
     if cache is None:
         return MixerOutput(recurrence(mixer, x, inputs.segment_ids), None)
     return MixerOutput(*mixer.extend(x, cache, inputs.is_token))

@@ -34,6 +34,8 @@ _COLUMNS |= {
     **{f"delta_net.{name}_conv.kernel": -3 for name in "qkv"},
     "delta_net.a_log": -1,
     "delta_net.dt_bias": -1,
+    **{f"lightning.{name}_proj.kernel": -2 for name in "qkvz"},
+    "lightning.norm.scale": -2,
     **{f"mamba.{name}_proj.kernel": -2 for name in "zx"},
     **{f"mamba.{name}_proj.bias": -2 for name in "zx"},
     "mamba.x_conv.kernel": -3,
@@ -56,6 +58,7 @@ _ROWS = {
     "self_attn.o_proj.kernel": -3,
     "self_attn.o_b_proj.kernel": -3,
     "delta_net.o_proj.kernel": -3,
+    "lightning.o_proj.kernel": -3,
     "mamba.o_proj.kernel": -3,
     **{f"mamba1.{name}_proj.kernel": -2 for name in ("step", "b", "c", "o")},
     "short_conv.out_proj.kernel": -2,
@@ -120,7 +123,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     mixers = {kind.mixer for kind in config.layer_kinds}
     sizes = {}
-    if any(kind.attends for kind in config.layer_kinds):
+    if "lightning" in mixers or any(kind.attends for kind in config.layer_kinds):
         sizes["num_attention_heads"] = config.num_attention_heads
     if (compressed := config.compressed_attention) is not None:
         sizes["compressed_attention.o_groups"] = compressed.o_groups

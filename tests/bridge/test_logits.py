@@ -75,7 +75,13 @@ def test_logits_equal_those_of_transformers(carried: Carried):
 
 
 def test_tensors_come_back_bit_by_bit(carried: Carried):
-    assert_same_bytes(tensors_of(carried.out), tensors_of(carried.hf.path))
+    theirs = tensors_of(carried.hf.path)
+    held = {name: t for name, t in theirs.items() if not name.endswith(FOLLOWS)}
+    assert_same_bytes(tensors_of(carried.out), held)
+
+
+# Tensors of MiniMax's files that transformers computes anew where there are none.
+FOLLOWS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
 def test_transformers_computes_the_same_from_what_we_write(carried: Carried):
@@ -218,6 +224,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "iterations": ("deepseek_v4", {"hyper_connections.sinkhorn_iters": 1}),
     "epsilon of streams": ("deepseek_v4", {"hyper_connections.eps": 0.1}),
     "scales of latent vectors": ("longcat_flash", {"mla.scale_latents": False}),
+    "factor of a stream": ("minimax", {"residual_factors.mlp_stream": 1.0}),
+    "factor of a stream of lightning layers": (
+        "minimax",
+        {"lightning.stream_factor": 1.5},
+    ),
+    "norms in the stream": ("minimax", {"norm_placement": "pre"}),
     "scale of values": ("mimo_v2_flash", {"multipliers.value": 1.0}),
     "part of a head of sliding layers": (
         "mimo_v2_flash",

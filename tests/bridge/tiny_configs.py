@@ -976,6 +976,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         **ALTERNATING,
     },
+    "minimax": {
+        "model_type": "minimax",
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+        "head_dim": 16,
+        # A text of 40 tokens is of three blocks.
+        "block_size": 16,
+        "num_local_experts": 8,
+        "full_attn_alpha_factor": 1.5,
+        "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 1.2,
+        "linear_attn_beta_factor": 0.7,
+        "mlp_alpha_factor": 1.4,
+        "mlp_beta_factor": 0.6,
+    },
     "mimo_v2_flash": {
         "model_type": "mimo_v2_flash",
         "n_routed_experts": 8,

@@ -60,6 +60,8 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "attention_gate": (False, "its heads have no gate"),
     "short_conv": (None, "its short convolutions are not modelled"),
     "delta_net": (None, "its delta nets are not modelled"),
+    "lightning": (None, "its lightning attention is not modelled"),
+    "residual_factors": (None, "it has no multiplier of the residual stream"),
     "mamba": (None, "its Mamba layers are not modelled"),
     "mamba1": (None, "it has no Mamba 1 layers"),
     "norm_scale": (True, "its norms have a scale"),
