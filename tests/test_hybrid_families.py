@@ -97,6 +97,7 @@ CASES = {
     ),
     "lightning attention over tp": Case("minimax", {"tp": 2}, EVEN),
     "lightning attention over pp": Case("minimax", {"pp": 2}, stack="layers"),
+    "decays of each dim over tp": Case("kimi_linear", {"tp": 2}, EVEN),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }

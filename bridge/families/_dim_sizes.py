@@ -143,6 +143,9 @@ def _mixer_sizes(config: DecoderConfig) -> Sizes:
             "values_of_key": delta.num_value_heads // delta.num_key_heads,
             "key_dim": delta.key_head_dim,
             "value_dim": delta.value_head_dim,
+            "decay_rank": delta.decay_rank or 0,
+            "gate_rank": delta.gate_rank or 0,
+            **dict.fromkeys(("one_a", "one_b", "one_c"), 1),
         }
     if (mamba := config.mamba) is not None:
         sizes |= {

@@ -111,7 +111,11 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     rows = [config.vocab_size, added.vocab_size if added else 0]
     if any(count % ranks for count in rows):
         whole += _VOCABULARY
-    split = _COLUMNS | _ROWS | ({} if config.qk_norm == "head" else _BY_HEAD)
+    if config.delta_net is not None and config.delta_net.decay_rank is not None:
+        by_dim = {"delta_net.a_proj.kernel": -2, "delta_net.dt_bias": -2}
+    else:
+        by_dim = {}
+    split = _COLUMNS | _ROWS | by_dim | ({} if config.qk_norm == "head" else _BY_HEAD)
     return {
         path: dim
         for path in _paths(config)

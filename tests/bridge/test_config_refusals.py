@@ -28,7 +28,7 @@ NOT_WHOLE = TURNED_IN_PART | WITHOUT_FACTOR | BY_LAYER_TYPE
 # Whose attention has no positions, so that the field changes no number.
 NOTHING_TO_TURN = {
     *("bloom", "gpt2", "gpt_bigcode", "jamba", "mamba", "mamba2", "mpt", "nemotron_h"),
-    *("opt", "gpt_neo", "falcon_mamba"),
+    *("opt", "gpt_neo", "falcon_mamba", "kimi_linear"),
 }
 WITHOUT_POSITIONS = {"granitemoehybrid", *NOTHING_TO_TURN}
 WHOLE = [

@@ -37,7 +37,7 @@ from bridge.models._shared_attention import SharedAttention
 pytestmark = [pytest.mark.torch, pytest.mark.each_case]
 
 # The largest difference over the largest logit. Two float32 programs that sum in
-# different orders; measured here: below 2e-6 for all variants.
+# different orders; measured here: below 5e-6 for all variants.
 RELATIVE = 2e-5
 
 
@@ -230,6 +230,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         {"lightning.stream_factor": 1.5},
     ),
     "norms in the stream": ("minimax", {"norm_placement": "pre"}),
+    "gate of a delta net": ("kimi_linear", {"delta_net.gate_activation": "silu"}),
     "scale of values": ("mimo_v2_flash", {"multipliers.value": 1.0}),
     "part of a head of sliding layers": (
         "mimo_v2_flash",

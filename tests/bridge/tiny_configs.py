@@ -183,6 +183,7 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
     },
     "kolibri1": {"intermediate_size": None},
     "deepseek_v4": {"intermediate_size": None},
+    "kimi_linear": {"max_position_embeddings": "model_max_length"},
     "nemotron-nas": {"intermediate_size": None, "num_key_value_heads": None},
     "longcat_flash": {
         "num_hidden_layers": "num_layers",
@@ -975,6 +976,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "head_dim": 16,
         **ALTERNATING,
+    },
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 14,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "moe_intermediate_size": 24,
+        "linear_num_heads": 4,
+        "linear_head_dim": 12,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        # transformers writes a dense MLP under the name of a sparse one.
+        "mlp_layer_types": ["sparse"] * 3,
     },
     "minimax": {
         "model_type": "minimax",
