@@ -15,6 +15,7 @@ from bridge.families import (
     codegen,
     cohere,
     cohere2,
+    cohere2_moe,
     cwm,
     dbrx,
     deepseek,
@@ -135,7 +136,7 @@ _MODULES = (
     *(jais2, granite_swa, granitemoe_swa, solar_open, sarvam_moe, sarvam_mla, mellum),
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
-    *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear),
+    *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
 )
 
 

@@ -105,6 +105,8 @@ def _of_each(
     given: Mapping[Any, Any], fields: Mapping[str, Any]
 ) -> tuple[int, int | None]:
     """Returns what files of transformers 5 say of each full layer: all the same."""
+    if not given:  # The full layers are like the others.
+        return fields["head_dim"], None
     types = _read_types(fields)["layer_types"]
     full = [layer for layer, kind in enumerate(types) if kind == FULL]
     sizes = {tuple(sorted(each.items())) for each in given.values()}

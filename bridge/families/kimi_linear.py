@@ -191,7 +191,11 @@ def _check_key_dim(fields: Fields) -> dict[str, Any]:
 
 
 _DIM = "qk_head_dim"
-_KEY_DIM = FieldTransform((_DIM,), _check_key_dim, lambda config: {}, {_DIM: None})
+_WIDTHS = (_DIM, "head_dim")
+_HEAD_DIMS = FieldTransform(
+    _WIDTHS, _check_key_dim, lambda config: {}, dict.fromkeys(_WIDTHS)
+)
+"""`head_dim` is 72 in published files, another in transformers', and of no head."""
 
 FAMILY = Family(
     model_type="kimi_linear",
@@ -228,7 +232,7 @@ FAMILY = Family(
         first_dense_or_by_type(1),
         _DELTA_NET,
         _deepseek.shared_experts(1, "num_shared_experts"),
-        _KEY_DIM,
+        _HEAD_DIMS,
     ),
     constants={
         **_deepseek.SIGMOID_ROUTER,
@@ -240,9 +244,6 @@ FAMILY = Family(
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     passthrough={"output_router_logits": False},
     aliases={"n_shared_experts": "num_shared_experts"},
-    # Of published files, which say 72, and of transformers', which say another: no head
-    # of either mixer has that width.
-    unread=frozenset({"head_dim"}),
     # Of published files: what the model has always.
     inert={
         "mla_use_nope": True,

@@ -346,7 +346,9 @@ class MoE(nnx.Module):
             y, shared = self.norms.output(y), self.norms.shared(shared)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(self.shared_gate(x))
-        return y + shared, Routed(stats, experts)
+        y = y + shared
+        y = y / 2 if self.experts.moe.shared_average else y
+        return y, Routed(stats, experts)
 
 
 def expert_parallel_rules(config: DecoderConfig) -> dict[str, int]:

@@ -52,6 +52,8 @@ class MoEConfig:
       shared_intermediate_size: Width of an additional MLP shared by all tokens; None
         for no such MLP.
       shared_gate: Whether a sigmoid gate per token scales the shared MLP's output.
+      shared_average: Whether the output is the mean of those of experts and shared MLP,
+        in the place of their sum.
       weighted_inputs: Whether the weight of the one chosen expert scales its input
         and not its output.
       own_norms: Whether router and experts read the residual stream through norms of
@@ -65,8 +67,8 @@ class MoEConfig:
 
     Source: transformers `modeling_mixtral.py`, `modeling_qwen2_moe.py`,
       `modeling_gpt_oss.py`, `modeling_deepseek_v2.py`, `modeling_deepseek_v3.py`,
-      `modeling_deepseek_v4.py`, `modeling_longcat_flash.py`, each `*TopKRouter` and
-      `*Experts`.
+      `modeling_deepseek_v4.py`, `modeling_longcat_flash.py`,
+      `modeling_cohere2_moe.py`, each `*TopKRouter` and `*Experts`.
     """
 
     num_experts: int
@@ -91,6 +93,7 @@ class MoEConfig:
     swiglu_alpha: float | None = None
     shared_intermediate_size: int | None = None
     shared_gate: bool = False
+    shared_average: bool = False
     weighted_inputs: bool = False
     own_norms: bool = False
     expert_scale: bool = False
@@ -139,6 +142,8 @@ class MoEConfig:
             wrong.append("own_norms: neither with latent_size nor weighted_inputs")
         if self.shared_gate and self.shared_intermediate_size is None:
             wrong.append("shared_gate without shared_intermediate_size gates nothing")
+        if self.shared_average and self.shared_intermediate_size is None:
+            wrong.append("shared_average without shared_intermediate_size: of what")
         return wrong
 
     def _inconsistent_zero_experts(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.torch
 
 # The largest difference over the largest value, of float32 sums in another order.
 RELATIVE = 2e-5
-DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 BATCH, SEQ, HEADS, KEY, VALUE = 2, 150, 3, 5, 4
 REMOTE = {"auto_map": {"AutoModelForCausalLM": "modeling.KimiLinearForCausalLM"}}
 PUBLISHED = {
@@ -74,10 +75,10 @@ def test_decays_of_each_dim_by_chunks_are_those_by_tokens(steepness):
     log_decay = -draw.exponential(steepness, (BATCH, SEQ, HEADS, KEY))
     log_decay[..., 0] = -0.01
     beta = draw.uniform(size=(BATCH, SEQ, HEADS))
-    inputs = [query, key, value, log_decay, beta]
+    inputs = query, key, value, log_decay, beta
     ids = np.repeat([[0] * 50 + [1] * 40 + [2] * 60], BATCH, 0)
-    floats = [jnp.asarray(x, jnp.float32) for x in inputs]
-    got, _ = gated_delta_rule(*floats, None, jnp.asarray(ids))
+    q, k, v, g, b = (jnp.asarray(x, jnp.float32) for x in inputs)
+    got, _ = gated_delta_rule(q, k, v, g, b, None, jnp.asarray(ids))
     want = by_token(*inputs, starts={50, 90})
     assert np.abs(got - want).max() <= RELATIVE * np.abs(want).max()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from bridge.models._lightning import LightningAttention, lightning_slopes
 TOLERANCE = 1e-5
 
 
-def by_token(mixer: LightningAttention, x: np.ndarray, slopes: np.ndarray):
+def by_token(mixer: LightningAttention, x: jax.Array, slopes: np.ndarray):
     """Runs one text, a token after the other."""
     query, key, value, gate = (np.asarray(part)[0] for part in mixer.project(x))
     state, outs = np.zeros((4, 16, 16)), []
@@ -32,7 +33,7 @@ def by_token(mixer: LightningAttention, x: np.ndarray, slopes: np.ndarray):
 def test_chunks_are_what_tokens_are_one_after_the_other():
     config = bridge.from_hf_config(hf_fields("minimax"))
     mixer = LightningAttention(config, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
-    x = np.random.default_rng(0).normal(size=(1, 300, 48)).astype(np.float32)
+    x = jax.random.normal(jax.random.key(0), (1, 300, 48))
     slopes = lightning_slopes(config)[1]
     got = mixer.in_layer(jnp.asarray(slopes))(x, None)
     want = by_token(mixer, x, slopes[0, 0])

@@ -231,6 +231,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "norms in the stream": ("minimax", {"norm_placement": "pre"}),
     "gate of a delta net": ("kimi_linear", {"delta_net.gate_activation": "silu"}),
+    "mean of experts and a shared MLP": ("cohere2_moe", {"moe.shared_average": False}),
+    "layers that turn": ("cohere2_moe", {"no_rope_layers": ()}),
+    "shares of sigmoids": ("cohere2_moe-sigmoid", {"moe.norm_topk_prob": False}),
     "scale of values": ("mimo_v2_flash", {"multipliers.value": 1.0}),
     "part of a head of sliding layers": (
         "mimo_v2_flash",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.torch
 # The largest difference over the largest logit; as in test_logits.py.
 RELATIVE = 2e-5
 REMOTE = {"auto_map": {"AutoModelForCausalLM": "modeling.LongcatFlashForCausalLM"}}
-ZEROS = {"zero_expert_num": 4}
+ZEROS: dict[str, Any] = {"zero_expert_num": 4}
 
 
 @pytest.fixture(scope="module")
