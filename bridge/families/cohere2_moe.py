@@ -134,8 +134,18 @@ _WIDTHS = FieldTransform(
     ("intermediate_size", _DENSE_WIDTH, _SHARED, _COMBINED),
     _read_widths,
     _write_widths,
-    {_DENSE_WIDTH: None, _SHARED: 0, _COMBINED: "average"},
+    {"intermediate_size": 22528, _DENSE_WIDTH: None, _SHARED: 0, _COMBINED: "average"},
 )
+
+_ROPE = rope(interleaved=True)
+
+
+def _read_rope(fields: Fields) -> dict[str, Any]:
+    """Reads a rope, whose own base is before that beside it."""
+    given = fields["rope_parameters"] or {}
+    inside = isinstance(given, Mapping) and given.get("rope_theta") is not None
+    return _ROPE.read({**fields, "rope_theta": None} if inside else fields)
+
 
 _SCORES = "expert_selection_fn"
 
@@ -190,7 +200,9 @@ FAMILY = Family(
         "logit_scale": Field(0.0625),
     },
     transforms=(
-        rope(interleaved=True),
+        FieldTransform(
+            _ROPE.names, _read_rope, _ROPE.write, {**_ROPE.defaults, "rope_theta": 1e4}
+        ),
         _DENSE,
         _LAYER_TYPES,
         _WIDTHS,
