@@ -93,6 +93,7 @@ from bridge.families import (
     olmo,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     opt,
     phi,
@@ -137,6 +138,7 @@ _MODULES = (
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
+    olmo_hybrid,
 )
 
 

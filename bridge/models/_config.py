@@ -49,6 +49,8 @@ class DecoderConfig(DecoderFields):
         after (`post`), before and after (`both`), before in the residual stream itself,
         which the norms replace (`in_stream`), one shared norm before both, which
         run in parallel (`parallel`), or one before each, in parallel (`parallel_two`).
+      recurrent_norm_placement: The same in layers whose mixer has a state, where it
+        differs; None for `norm_placement`.
       hidden_act: Activation of the MLP.
       gated_mlp: Whether the activation multiplies a second projection.
       mlp_bias: Whether the MLP's projections have biases.

@@ -138,7 +138,12 @@ def _inconsistent_sharing(config: DecoderFields) -> list[str]:
 
 
 def _inconsistent_residuals(config: DecoderFields) -> list[str]:
-    given = []
+    given, placement = [], config.norm_placement
+    if config.recurrent_norm_placement and placement not in ("pre", "post", "both"):
+        return [
+            f"recurrent_norm_placement: norm_placement {placement!r} is 'pre', 'post' "
+            "or 'both'"
+        ]
     if config.norm_placement == "in_stream":
         given.append("norm_placement 'in_stream'")
     if config.residual_factors is not None:

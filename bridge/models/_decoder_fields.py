@@ -79,6 +79,7 @@ class DecoderFields:
     norm_scale: bool = True
     norm_bias: bool = False
     norm_placement: NormPlacement = "pre"
+    recurrent_norm_placement: Literal["pre", "post", "both"] | None = None
     hidden_act: Activation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False

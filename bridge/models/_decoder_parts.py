@@ -75,6 +75,8 @@ def make_norms(
       param_dtype: Dtype of the parameters.
     """
     placement = config.norm_placement
+    if kind.mixer in RECURRENT_MIXERS:
+        placement = config.recurrent_norm_placement or placement
     before, after = placement != "post", placement in ("post", "both")
     own = placement in ("pre", "both", "in_stream", "parallel_two")
     mixes, feeds = kind.mixer is not None, kind.channels is not None

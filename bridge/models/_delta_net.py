@@ -15,6 +15,7 @@ from bridge.models._linear import Linear
 from bridge.models._mlp import ACTIVATIONS
 from bridge.models._norm import Norm
 from bridge.models._recurrent_mixer import Heads, RecurrentMixer, Stream
+from bridge.models._scale import scale_by
 
 # transformers adds this under the root of the length, regardless of the config.
 _LENGTH_EPS = 1e-6
@@ -43,7 +44,8 @@ class DeltaNet(RecurrentMixer):
       param_dtype: Dtype of the parameters.
 
     Source: transformers `modeling_qwen3_next.py::Qwen3NextGatedDeltaNet`,
-      `modeling_kimi_linear.py::KimiLinearDeltaAttention`.
+      `modeling_kimi_linear.py::KimiLinearDeltaAttention`,
+      `modeling_olmo_hybrid.py::OlmoHybridGatedDeltaNet`.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class DeltaNet(RecurrentMixer):
         self.a_log = nnx.Param(jnp.zeros(heads, param_dtype))
         self.dt_bias = nnx.Param(jnp.ones(steps, param_dtype))
         self.gate_activation = sizes.gate_activation
-        self.norm = Norm(values[1:], "rms", config.norm_eps, param_dtype=param_dtype)
+        self.beta_factor = sizes.beta_factor
+        eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        self.norm = Norm(values[1:], "rms", eps, param_dtype=param_dtype)
         self.o_proj = linear(values, embed)
 
     def _project(self, x: Stream) -> _Inputs:
@@ -109,7 +113,7 @@ class DeltaNet(RecurrentMixer):
         times = value.shape[2] // key.shape[2]
         query = jnp.repeat(_unit(query) * query.shape[-1] ** -0.5, times, axis=2)
         key = jnp.repeat(_unit(key), times, axis=2)
-        beta = jax.nn.sigmoid(made.beta).astype(wide)
+        beta = scale_by(jax.nn.sigmoid(made.beta), self.beta_factor).astype(wide)
         step = jax.nn.softplus(made.step.astype(wide) + _of_heads(self.dt_bias, wide))
         rate = -jnp.exp(_of_heads(self.a_log, wide))
         log_decay = (rate if self.a_down is None else rate[..., None]) * step

@@ -21,6 +21,8 @@ class DeltaNetConfig:
       gate_rank: Width of the vectors from which the gate of the output is projected;
         None to project it from the token.
       gate_activation: Activation of that gate.
+      beta_factor: Factor of what is learned of a token; above 1, the state can turn.
+      norm_eps: Epsilon of the norm of the output; None for that of the config.
 
     Raises:
       ValueError: If a size is not a positive integer, or the key heads do not divide
@@ -38,6 +40,8 @@ class DeltaNetConfig:
     decay_rank: int | None = None
     gate_rank: int | None = None
     gate_activation: Literal["silu", "sigmoid"] = "silu"
+    beta_factor: float = 1.0
+    norm_eps: float | None = None
 
     def __post_init__(self):
         """Validates the sizes."""

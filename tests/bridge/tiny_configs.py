@@ -977,6 +977,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         **ALTERNATING,
     },
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        # As wide as the keys: transformers writes convolutions in equal parts.
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 6,
+        "rms_norm_eps": 1e-3,
+    },
     "cohere2_moe": {
         "model_type": "cohere2_moe",
         "num_experts": 8,
@@ -995,6 +1004,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "expert_selection_fn": "sigmoid",
+        "logit_scale": 0.5,
         "rms_norm_eps": 1e-3,
         "num_shared_experts": 1,
         "shared_expert_combination_strategy": "sum",
@@ -1009,7 +1019,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 14,
         "num_experts": 8,
-        "num_experts_per_token": 3,
+        "num_experts_per_token": 2,
         "moe_intermediate_size": 24,
         "linear_num_heads": 4,
         "linear_head_dim": 12,

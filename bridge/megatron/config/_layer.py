@@ -27,6 +27,7 @@ _SIZES = {
 }
 _PLAIN: dict[str, tuple[Any, str]] = {
     "norm_placement": ("pre", "its layers norm before attention and MLP, and add"),
+    "recurrent_norm_placement": (None, "its layers norm alike"),
     "scale_embeddings": (False, "it has no multiplier of embeddings"),
     "embedding_multiplier": (1, "it has no multiplier of embeddings"),
     "residual_in_fp32": (False, "its stream has the dtype of its weights"),
