@@ -98,6 +98,9 @@ CASES = {
     "lightning attention over tp": Case("minimax", {"tp": 2}, EVEN),
     "lightning attention over pp": Case("minimax", {"pp": 2}, stack="layers"),
     "decays of each dim over tp": Case("kimi_linear", {"tp": 2}, EVEN),
+    "heads by type of layer over tp": Case("mimo_v2_flash", {"tp": 2}, EVEN),
+    "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
+    "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from tiny_configs import hf_fields
 from tiny_models import HFModel, make_model
 
 import bridge
+from bridge.models._moe import sorted_dispatch
+from fsdp_jax import ops
 
 pytestmark = pytest.mark.torch
 
@@ -86,3 +89,24 @@ def test_both_attentions_of_a_layer_may_be_counted():
     assert "num_hidden_layers" not in fields
     counted = bridge.from_hf_config({**fields, "num_hidden_layers": 4})
     assert counted == bridge.from_hf_config(fields)
+
+
+@pytest.mark.parametrize(
+    "dispatch",
+    [
+        sorted_dispatch,
+        ops.expert_parallel_dispatch,
+        functools.partial(ops.expert_capacity_dispatch, capacity_factor=1.0),
+    ],
+)
+def test_a_choice_of_no_expert_adds_nothing_and_is_not_dropped(dispatch):
+    x, chosen = jnp.asarray([[1.0], [2.0], [3.0]]), jnp.asarray([[0], [2], [1]])
+
+    def run(rows, group_sizes):
+        del group_sizes
+        return 10 * rows
+
+    weights = jnp.asarray([[1.0], [0.0], [1.0]])
+    y, dropped = dispatch(run, x, chosen, weights, 2)
+    assert y[:, 0].tolist() == [10, 0, 30]
+    assert dropped.tolist() == [0, 0, 0]
