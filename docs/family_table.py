@@ -20,6 +20,7 @@ _WHOLE_ROWS = ("indexer", "block_indexer", "compressed_attention")
 _MIXERS = {
     "short_conv": "short convolution",
     "delta_net": "gated delta net",
+    "lightning": "lightning attention",
     "mamba": "Mamba 2",
     "mamba1": "Mamba 1",
 }

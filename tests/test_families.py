@@ -47,7 +47,8 @@ LIKE_OTHERS = {
     *("hyperclovax", "jais2", "granite_swa", "granitemoe_swa", "solar_open"),
     *("sarvam_moe", "sarvam_mla", "mellum", "exaone_moe", "flex_olmo", "hy_v3"),
     *("bamba", "codegen", "dbrx", "deepseek", "flint", "kolibri1", "lfm3"),
-    *("nemotron-nas", "minimax_m3"),
+    *("nemotron-nas", "minimax_m3", "longcat_flash", "mimo_v2_flash"),
+    *("minimax", "kimi_linear", "cohere2_moe", "olmo_hybrid"),
 }
 # Of many kinds of layers, each compiled by itself; over tp in test_hybrid_families.py.
 LONG_TO_COMPILE = {"gemma3n", "deepseek_v4"}

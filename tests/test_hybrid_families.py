@@ -88,6 +88,19 @@ CASES = {
         },
         "layers",
     ),
+    "experts beside a dense branch over ep": Case(
+        "longcat_flash", {"ep": 2}, {"zero_expert_num": 4}
+    ),
+    "experts beside a dense branch over tp": Case("longcat_flash", {"tp": 2}, EVEN),
+    "experts beside a dense branch over pp": Case(
+        "longcat_flash", {"pp": 2}, stack="layers"
+    ),
+    "lightning attention over tp": Case("minimax", {"tp": 2}, EVEN),
+    "lightning attention over pp": Case("minimax", {"pp": 2}, stack="layers"),
+    "decays of each dim over tp": Case("kimi_linear", {"tp": 2}, EVEN),
+    "heads by type of layer over tp": Case("mimo_v2_flash", {"tp": 2}, EVEN),
+    "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
+    "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }
@@ -233,7 +246,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, size
 
 HYBRIDS = [
     *("lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2", "mamba"),
-    "jamba",
+    *("jamba", "minimax"),
 ]
 
 

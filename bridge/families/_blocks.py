@@ -4,7 +4,10 @@ Rows of q and k are in the order in which the family rotates them, in the files 
 the model alike, so no rule permutes them.
 """
 
+import dataclasses
+import re
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from bridge.families._family import KeyMapping, Layers
 from bridge.models import DecoderConfig, LayerKind
@@ -21,6 +24,7 @@ _Q = (
     "(heads head_dim) -> heads head_dim",
 )
 _KV = tuple(side.replace("heads", "kv_heads") for side in _Q)
+_V = tuple(side.replace("head_dim", "v_head_dim") for side in _KV)
 _O = ("embed (heads v_head_dim) -> heads v_head_dim embed", "embed -> embed")
 
 PRE_NORMS = {
@@ -55,17 +59,32 @@ def attention(
       norms: Names of the norms of queries and keys; None to leave them out.
     """
     rules = ()
-    for name, layout in (("q_proj", _Q), ("k_proj", _KV), ("v_proj", _KV)):
+    for name, layout in (("q_proj", _Q), ("k_proj", _KV), ("v_proj", _V)):
         bias = layout[1] if config.attention_bias else None
         rules += linear(at + name, f"self_attn.{name}", layout[0], bias)
     of_heads = () if norms is None else head_norms(config, at, norms)
     return rules + attention_out(config, at + out) + of_heads
 
 
-def attention_out(config: DecoderConfig, name: str = "self_attn.o_proj") -> Rules:
+def of_full_layers(rules: Rules) -> Rules:
+    """Rules with the sizes of full-attention layers, where they have their own."""
+    return tuple(
+        dataclasses.replace(rule, layout=_OF_FULL.sub(r"full_\1", str(rule.layout)))
+        for rule in rules
+    )
+
+
+_OF_FULL = re.compile(r"\b(head_dim|v_head_dim|kv_heads)\b")
+
+
+def attention_out(
+    config: DecoderConfig,
+    name: str = "self_attn.o_proj",
+    to: str = "self_attn.o_proj",
+) -> Rules:
     """The projection back."""
     bias = _O[1] if config.attention_out_bias else None
-    return linear(name, "self_attn.o_proj", _O[0], bias)
+    return linear(name, to, _O[0], bias)
 
 
 def head_norms(
@@ -90,30 +109,36 @@ def head_norms(
     )
 
 
-def latent_attention(config: DecoderConfig) -> Rules:
-    """Latent attention, queries narrow or not."""
-    mla, at = config.mla, "self_attn."
+def latent_attention(
+    config: DecoderConfig, at: str = "self_attn.", to: str = "self_attn."
+) -> Rules:
+    """Latent attention, queries narrow or not.
+
+    Args:
+      config: The model.
+      at: Prefix of its names in the file.
+      to: Prefix of its names in a layer of the model.
+    """
+    mla = config.mla
     assert mla is not None
+    same = partial(_same, at, to)
     kernel = "(heads head_dim) {0} -> {0} heads head_dim"
     bias = config.attention_bias
     if mla.q_lora_rank is None:
-        rules = linear(at + "q_proj", at + "q_proj", kernel.format("embed"))
+        rules = same("q_proj", kernel.format("embed"))
     else:
         rules = (
-            *_same(at + "q_a_proj", "q_rank embed -> embed q_rank", "q_rank", bias),
-            norm(at + "q_a_layernorm", at + "q_a_layernorm", "q_rank"),
-            *_same(at + "q_b_proj", kernel.format("q_rank")),
+            *same("q_a_proj", "q_rank embed -> embed q_rank", "q_rank", bias),
+            norm(at + "q_a_layernorm", to + "q_a_layernorm", "q_rank"),
+            *same("q_b_proj", kernel.format("q_rank")),
         )
     wide = "kv_rank_and_rope"
     return (
         *rules,
-        *_same(at + "kv_a_proj_with_mqa", f"{wide} embed -> embed {wide}", wide, bias),
-        norm(at + "kv_a_layernorm", at + "kv_a_layernorm", "kv_rank"),
-        *_same(
-            at + "kv_b_proj",
-            "(heads nope_and_v) kv_rank -> kv_rank heads nope_and_v",
-        ),
-        *attention_out(config),
+        *same("kv_a_proj_with_mqa", f"{wide} embed -> embed {wide}", wide, bias),
+        norm(at + "kv_a_layernorm", to + "kv_a_layernorm", "kv_rank"),
+        *same("kv_b_proj", "(heads nope_and_v) kv_rank -> kv_rank heads nope_and_v"),
+        *attention_out(config, at + "o_proj", to + "o_proj"),
     )
 
 
@@ -195,7 +220,7 @@ FUSED_EXPERTS = (
 
 def router(at: str = "mlp.gate") -> Rules:
     """The router's projection."""
-    return linear(at, "mlp.router.gate", "experts embed -> embed experts")
+    return linear(at, "mlp.router.gate", "choices embed -> embed choices")
 
 
 def norm(source: str, destination: str, dim: str = "embed") -> Rule:
@@ -256,7 +281,12 @@ def ignore_tied_head(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def _same(
-    name: str, kernel: str, dim: str | None = None, biased: bool = False
+    at: str,
+    to: str,
+    name: str,
+    kernel: str,
+    dim: str | None = None,
+    biased: bool = False,
 ) -> Rules:
     bias = f"{dim} -> {dim}" if biased else None
-    return linear(name, name, kernel, bias)
+    return linear(at + name, to + name, kernel, bias)

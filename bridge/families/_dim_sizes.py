@@ -81,6 +81,7 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
     if (full := config.full_attention) is not None:
         sizes |= {
             "full_head_dim": full.head_dim,
+            "full_v_head_dim": config.value_head_dim or full.head_dim,
             "full_kv_heads": full.num_key_value_heads,
         }
     if (sharing := config.kv_sharing) is not None:
@@ -99,6 +100,7 @@ def _expert_sizes(config: DecoderConfig) -> Sizes:
     return {
         "expert": moe.num_experts,
         "experts": moe.num_experts,
+        "choices": moe.num_choices,
         "expert_mlp": moe.intermediate_size,
         "expert_embed": moe.latent_size or config.hidden_size,
         "token_experts": moe.num_experts_per_tok,
@@ -141,6 +143,9 @@ def _mixer_sizes(config: DecoderConfig) -> Sizes:
             "values_of_key": delta.num_value_heads // delta.num_key_heads,
             "key_dim": delta.key_head_dim,
             "value_dim": delta.value_head_dim,
+            "decay_rank": delta.decay_rank or 0,
+            "gate_rank": delta.gate_rank or 0,
+            **dict.fromkeys(("one_a", "one_b", "one_c"), 1),
         }
     if (mamba := config.mamba) is not None:
         sizes |= {

@@ -139,6 +139,7 @@ def rope_by_layer_type(
     sliding_name: str | None = None,
     *,
     default: Fields | None = None,
+    partial: float | None = None,
 ) -> FieldTransform:
     """Reads and writes a rope for full layers and one for those that slide.
 
@@ -151,6 +152,8 @@ def rope_by_layer_type(
         family has none, where the base is `sliding_theta` whatever `rope_theta` says.
       default: Rope of the full layers of a file that says nothing of ropes, in a
         family whose ropes may be `proportional`.
+      partial: The part of a head that turns where a rope does not say, in a family with
+        `default` whose ropes are all of that type; None if it turns whole heads.
     """
     names = (*_ROPE_FIELDS, *([sliding_name] if sliding_name else []))
 
@@ -164,26 +167,30 @@ def rope_by_layer_type(
             for name in ("rope_theta", "rope_scaling", "max_position_embeddings")
             if fields.get(name) is not None
         }
+        absent = {} if partial is None else {"partial_rotary_factor": partial}
         ropes = {
             "rope": read_rope(
                 old | ({"rope_parameters": full} if full else {}),
-                {"rope_theta": theta},
+                {"rope_theta": theta, **absent},
             ),
             "sliding_rope": read_rope(
                 {"rope_parameters": sliding, **_lengths(fields)},
-                {"rope_theta": local or sliding_theta},
+                {"rope_theta": local or sliding_theta, **absent},
             ),
         }
         beside = fields["partial_rotary_factor"] if default is None else None
         types = TYPES if default is None else (*TYPES, _PARTIAL)
         for rope in ropes.values():
-            _check_of_layer_type(rope, types, beside)
+            if partial is None:
+                _check_of_layer_type(rope, types, beside)
+            else:
+                _check_type(rope, ("default",))
         return ropes
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rope is not None
-        full = write_rope(config.rope)
-        sliding = write_rope(config.sliding_rope or config.rope)
+        full = write_rope(config.rope, partial)
+        sliding = write_rope(config.sliding_rope or config.rope, partial)
         parameters = full["rope_parameters"], sliding["rope_parameters"]
         full["rope_parameters"] = dict(zip(_LAYER_TYPES, parameters, strict=True))
         if default is not None:  # families that transformers 4 does not have

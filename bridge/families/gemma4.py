@@ -7,7 +7,6 @@ text part is read.
 Source: transformers `configuration_gemma4.py`, `modeling_gemma4.py`.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from bridge.families._blocks import (
     mlp,
     norm,
     norms,
+    of_full_layers,
     router,
 )
 from bridge.families._family import Family, Field, KeyMapping, Layers
@@ -57,14 +57,7 @@ def _attention(config: DecoderConfig, kind: LayerKind) -> Rules:
         return rules
     if full.shared_key_value:
         rules = tuple(r for r in rules if ".v_proj." not in r.destinations[0])
-    return tuple(dataclasses.replace(r, layout=_of_full(r.layout)) for r in rules)
-
-
-def _of_full(layout: Any) -> str:
-    words = str(layout).replace("v_head_dim", "head_dim")
-    return words.replace("head_dim", "full_head_dim").replace(
-        "kv_heads", "full_kv_heads"
-    )
+    return of_full_layers(rules)
 
 
 def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
@@ -112,6 +105,8 @@ def _of_each(
     given: Mapping[Any, Any], fields: Mapping[str, Any]
 ) -> tuple[int, int | None]:
     """Returns what files of transformers 5 say of each full layer: all the same."""
+    if not given:  # The full layers are like the others.
+        return fields["head_dim"], None
     types = _read_types(fields)["layer_types"]
     full = [layer for layer, kind in enumerate(types) if kind == FULL]
     sizes = {tuple(sorted(each.items())) for each in given.values()}

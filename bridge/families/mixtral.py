@@ -23,10 +23,10 @@ from bridge.families._layer_types import window_of_all
 from bridge.models import DecoderConfig
 
 _AT = "block_sparse_moe."
-_SPLIT = router(_AT + "gate") + experts(
+SPLIT = router(_AT + "gate") + experts(
     _AT + "experts.{expert}.", gate="w1", up="w3", down="w2"
 )
-_FUSED = router() + FUSED_EXPERTS
+FUSED = router() + FUSED_EXPERTS
 
 
 def _layer(inner: Rules) -> Callable[[DecoderConfig, bool], Rules]:
@@ -55,6 +55,6 @@ FAMILY = Family(
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     # Noise on what enters the router, in training alone.
     passthrough={**EXPERT_TRAINING, "router_jitter_noise": 0.0},
-    key_mappings=(key_mapping(_layer(_SPLIT)), key_mapping(_layer(_FUSED))),
+    key_mappings=(key_mapping(_layer(SPLIT)), key_mapping(_layer(FUSED))),
     ignore=ignore_tied_head,
 )

@@ -29,12 +29,14 @@ from bridge.models import (
     HyperConnectionsConfig,
     IndexerConfig,
     KVSharingConfig,
+    LightningConfig,
     Mamba1Config,
     MambaConfig,
     MLAConfig,
     MoEConfig,
     MultipliersConfig,
     PerLayerInputConfig,
+    ResidualFactorsConfig,
     ShortConvConfig,
 )
 from bridge.models._config_consistency import MAX_LAYERS
@@ -54,6 +56,8 @@ _PARTS = {
     "altup": AltUpConfig,
     "short_conv": ShortConvConfig,
     "delta_net": DeltaNetConfig,
+    "lightning": LightningConfig,
+    "residual_factors": ResidualFactorsConfig,
     "mamba": MambaConfig,
     "mamba1": Mamba1Config,
     "multipliers": MultipliersConfig,

@@ -55,6 +55,10 @@ from bridge.models._layer_state import KeyValues as KeyValues
 from bridge.models._layer_state import LayerState as LayerState
 from bridge.models._layer_state import Mamba1State as Mamba1State
 from bridge.models._layer_state import MambaState as MambaState
+from bridge.models._lightning_config import LightningConfig as LightningConfig
+from bridge.models._lightning_config import (
+    ResidualFactorsConfig as ResidualFactorsConfig,
+)
 from bridge.models._mamba1_config import Mamba1Config as Mamba1Config
 from bridge.models._mamba_config import MambaConfig as MambaConfig
 from bridge.models._mla_config import MLAConfig as MLAConfig

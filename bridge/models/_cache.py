@@ -15,8 +15,10 @@ from bridge.models._layer_state import (
     IndexedKeyValues,
     KeyValues,
     LayerState,
+    LightningState,
     Mamba1State,
     MambaState,
+    TwoKeyValues,
 )
 
 Slots = Int[Array, "batch seq"]
@@ -40,10 +42,11 @@ def empty_cache(
       layers that mix no tokens, or attend to the cache of another.
     """
     made = {
-        "attention": key_values,
+        "attention": _two_key_values if config.dense_branch else key_values,
         "indexed": _indexed_key_values,
         "short_conv": _conv_state,
         "delta_net": _delta_net_state,
+        "lightning": _lightning_state,
         "mamba": _mamba_state,
         "mamba1": _mamba1_state,
         "attention_mamba": _attention_mamba_state,
@@ -81,6 +84,13 @@ def key_values(
         jnp.zeros((*shape, config.qk_dim), dtype),
         jnp.zeros((*shape, config.v_head_dim), dtype),
     )
+
+
+def _two_key_values(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> TwoKeyValues:
+    first, second = (key_values(config, dims, slots, dtype) for _ in range(2))
+    return TwoKeyValues(first, second)
 
 
 def _indexed_key_values(
@@ -143,6 +153,14 @@ def _delta_net_state(
         jnp.zeros((*before, sizes.num_value_heads, sizes.value_head_dim), dtype),
         jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)),
     )
+
+
+def _lightning_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> LightningState:
+    del slots
+    memory = (*dims, config.num_attention_heads, config.head_dim, config.head_dim)
+    return LightningState(jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)))
 
 
 def _mamba_state(

@@ -29,6 +29,23 @@ class Decays(NamedTuple):
     to_end: Float[Array, "chunks batch heads chunk"]
     through: Float[Array, "chunks batch heads"]
 
+    def products(self, a: Chunked, b: Chunked) -> Array:
+        """Returns the decayed product of each row of `a` and those of `b` up to it."""
+        return a @ jnp.swapaxes(b, -1, -2) * self.between
+
+    def since_start(self, x: Chunked) -> Chunked:
+        """Returns rows, decayed from the state before the chunk."""
+        return x * self.from_start[..., None]
+
+    def until_end(self, x: Chunked) -> Chunked:
+        """Returns rows, decayed to the end of the chunk."""
+        return x * self.to_end[..., None]
+
+    @property
+    def of_state(self) -> Array:
+        """Decay of the state through each chunk, beside its two dims."""
+        return self.through[..., None, None]
+
 
 def chunk_decays(
     log_decay: Float[Array, "chunks batch heads chunk"],
@@ -41,15 +58,7 @@ def chunk_decays(
       segment_ids: Segment of each token; None for one segment.
     """
     total = jnp.cumsum(log_decay, axis=-1)
-    size = total.shape[-1]
-    seen = jnp.tril(jnp.ones((1, 1, 1, size, size), jnp.bool_))
-    reached = None
-    if segment_ids is not None:
-        ids = segment_ids[:, :, None]
-        seen = seen & (ids[..., :, None] == ids[..., None, :])
-        # The state before a chunk is that of the last token of the chunk before.
-        last = jnp.concatenate([ids[:1, ..., :1], ids[:-1, ..., -1:]])
-        reached = ids == last
+    seen, reached = visible(segment_ids, total.shape[-1])
     # Masked before the exponential: above the diagonal it would overflow.
     between = jnp.exp(
         jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf)
@@ -58,6 +67,29 @@ def chunk_decays(
     if reached is not None:
         from_start = jnp.where(reached, from_start, 0)
     return Decays(between, from_start, between[..., -1, :], from_start[..., -1])
+
+
+def visible(
+    segment_ids: Int[Array, "chunks batch chunk"] | None, size: int
+) -> tuple[Array, Array | None]:
+    """Returns which tokens see which, and which see the state before their chunk.
+
+    Args:
+      segment_ids: Segment of each token; None for one segment.
+      size: Number of tokens of a chunk.
+
+    Returns:
+      Masks `[chunks, batch, 1, chunk, chunk]` and `[chunks, batch, 1, chunk]`; the
+      second is None if all do.
+    """
+    seen = jnp.tril(jnp.ones((1, 1, 1, size, size), jnp.bool_))
+    if segment_ids is None:
+        return seen, None
+    ids = segment_ids[:, :, None]
+    seen = seen & (ids[..., :, None] == ids[..., None, :])
+    # The state before a chunk is that of the last token of the chunk before.
+    last = jnp.concatenate([ids[:1, ..., :1], ids[:-1, ..., -1:]])
+    return seen, ids == last
 
 
 def to_chunks(x: Float[Array, "batch seq heads *dims"], size: int) -> Chunked:

@@ -35,6 +35,8 @@ class DecoderConfig(DecoderFields):
         heads.
       head_dim: Width of a query or key head; None for `hidden_size /
         num_attention_heads`, or the width given by `mla`.
+      value_head_dim: Width of a value head; None for `head_dim`, or the width given by
+        `mla`.
       max_position_embeddings: Longest sequence the model was trained for, in tokens.
       norm: Kind of norm. `rms`: RMS norm, rounded to the compute dtype before it is
         scaled; `rms_wide`: scaled in float32, then rounded; `rms_zero_centered`: like
@@ -44,8 +46,11 @@ class DecoderConfig(DecoderFields):
       norm_scale: Whether norms multiply by a scale.
       norm_bias: Whether norms of the residual stream add a bias.
       norm_placement: Position of the norms of attention and MLP: before (`pre`),
-        after (`post`), before and after (`both`), one shared norm before both, which
+        after (`post`), before and after (`both`), before in the residual stream itself,
+        which the norms replace (`in_stream`), one shared norm before both, which
         run in parallel (`parallel`), or one before each, in parallel (`parallel_two`).
+      recurrent_norm_placement: The same in layers whose mixer has a state, where it
+        differs; None for `norm_placement`.
       hidden_act: Activation of the MLP.
       gated_mlp: Whether the activation multiplies a second projection.
       mlp_bias: Whether the MLP's projections have biases.
@@ -86,6 +91,7 @@ class DecoderConfig(DecoderFields):
         entries that each stand for several; None for other attention.
       short_conv: Sizes of the layers of type `short_conv`; None without any.
       delta_net: Sizes of the layers of type `delta_net`; None without any.
+      lightning: Factors of the layers of type `lightning`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
       mamba1: Sizes of the layers of type `mamba1`; None without any.
       rope: Rotary embedding of queries and keys; None for none.
@@ -126,12 +132,16 @@ class DecoderConfig(DecoderFields):
         any dtype.
       residual_multiplier: Factor of the outputs of attention and MLP, before they are
         added to the residual stream.
+      residual_factors: Factors of the stream and of the outputs of attention and MLP,
+        each its own; None for those of `residual_multiplier`.
       logit_scale: Factor of the logits.
       logits_scaling: Divisor of the logits.
       moe: Config of the experts; None if all layers are dense.
       dense_layers: Indices of layers that are dense although `moe` is set.
       hash_layers: Indices of layers with experts that follow from the id of a token,
         and whose router only weights them.
+      dense_branch: Whether an MLP, attention and a second MLP, all dense, run beside
+        the experts of each layer.
       mixer_only_layers: Indices of layers without MLP or experts.
       mlp_sizes: Indices of layers whose dense MLP is not `intermediate_size` wide, each
         with its width.
@@ -165,7 +175,8 @@ class DecoderConfig(DecoderFields):
     @property
     def v_head_dim(self) -> int:
         """Width of a value head."""
-        return self.mla.v_head_dim if self.mla else self.head_dim
+        own = self.mla.v_head_dim if self.mla else self.value_head_dim
+        return self.head_dim if own is None else own
 
     @property
     def qk_dim(self) -> int:
@@ -243,6 +254,7 @@ class DecoderConfig(DecoderFields):
             kv_sharing=None,
             head_dim=full.head_dim,
             num_key_value_heads=full.num_key_value_heads,
+            attention_sinks=self.attention_sinks and full.sinks,
         )
 
     @property
@@ -282,6 +294,7 @@ class DecoderConfig(DecoderFields):
 _MIXERS: dict[str, Mixer | None] = {
     "short_conv": "short_conv",
     "delta_net": "delta_net",
+    "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
     "attention_mamba": "attention_mamba",
@@ -297,6 +310,7 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "value_head_dim",
     "max_position_embeddings",
     "sliding_window",
     "attention_chunk_size",

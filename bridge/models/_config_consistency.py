@@ -16,6 +16,7 @@ _PARTS = {
     "block_sparse_attention": "block_indexer",
     "short_conv": "short_conv",
     "delta_net": "delta_net",
+    "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
     "attention_mamba": "mamba",
@@ -57,7 +58,8 @@ def inconsistencies(config: DecoderFields) -> list[str]:
             f"must be {heads} and {config.mla.qk_head_dim}"
         )
     wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
-    wrong += _inconsistent_sharing(config)
+    wrong += _inconsistent_sharing(config) + _inconsistent_branch(config)
+    wrong += _inconsistent_residuals(config)
     wrong += _inconsistent_streams(config) + inconsistent_entries(config)
     wrong += inconsistent_connections(config) + inconsistent_hashes(config)
     return wrong + _inconsistent_layers(config)
@@ -135,6 +137,65 @@ def _inconsistent_sharing(config: DecoderFields) -> list[str]:
     return wrong
 
 
+def _inconsistent_residuals(config: DecoderFields) -> list[str]:
+    given, placement = [], config.norm_placement
+    if config.recurrent_norm_placement and placement not in ("pre", "post", "both"):
+        return [
+            f"recurrent_norm_placement: norm_placement {placement!r} is 'pre', 'post' "
+            "or 'both'"
+        ]
+    if config.norm_placement == "in_stream":
+        given.append("norm_placement 'in_stream'")
+    if config.residual_factors is not None:
+        given.append("residual_factors")
+        if config.norm_placement.startswith("parallel"):
+            given.append(f"norm_placement {config.norm_placement!r}")
+            return [f"{given[-2]}: not beside {given[-1]}"]
+    beside = ("altup", "hyper_connections", "laurel_rank", "dense_branch")
+    wrong = [
+        f"{each}: not beside {name}"
+        for each in given
+        for name in beside
+        if getattr(config, name)
+    ]
+    if config.residual_factors and config.residual_multiplier != 1:
+        wrong.append("residual_factors and residual_multiplier: one of both")
+    if config.lightning and config.residual_factors is None:
+        wrong.append("lightning: residual_factors are those of the other layers")
+    return wrong
+
+
+_NOT_BESIDE_BRANCH = (
+    *("dense_layers", "hash_layers", "mixer_only_layers", "mlp_sizes", "indexer"),
+    *("block_indexer", "kv_sharing", "full_attention", "compressed_attention"),
+    *("altup", "hyper_connections", "per_layer_input", "laurel_rank", "layer_scale"),
+)
+
+
+def _inconsistent_branch(config: DecoderFields) -> list[str]:
+    if not config.dense_branch:
+        return []
+    wrong = [
+        f"dense_branch: not beside {name}"
+        for name in _NOT_BESIDE_BRANCH
+        if getattr(config, name)
+    ]
+    if config.moe is None:
+        wrong.append("dense_branch: experts run beside it, and moe is None")
+    elif config.moe.own_norms:
+        wrong.append("dense_branch: not beside moe.own_norms")
+    if config.norm_placement != "pre":
+        wrong.append(f"dense_branch: norm_placement {config.norm_placement!r} is 'pre'")
+    if config.residual_multiplier != 1:
+        wrong.append(
+            f"dense_branch: residual_multiplier {config.residual_multiplier} is 1"
+        )
+    others = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        wrong.append(f"dense_branch: not beside {', '.join(sorted(others))}")
+    return wrong
+
+
 def _inconsistent_streams(config: DecoderFields) -> list[str]:
     wrong = []
     if config.altup is not None and config.per_layer_input is None:
@@ -191,6 +252,15 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
             wrong.append("full_attention: layer_types are sliding or full")
         if config.query_scale or config.attention_chunk_size or config.qk_norm == "l2":
             wrong.append("full_attention: layers differ in windows and ropes alone")
+    if config.value_head_dim is not None:
+        beside = ("mla", "compressed_attention", "value_norm")
+        wrong += [
+            f"value_head_dim: not beside {name}"
+            for name in beside
+            if getattr(config, name)
+        ]
+        if config.full_attention and config.full_attention.shared_key_value:
+            wrong.append("value_head_dim: full layers have values of their own")
     if config.value_norm and config.mla:
         wrong.append("value_norm: latent attention has none")
     if config.position_offset < 0 or (config.position_offset and config.rope):

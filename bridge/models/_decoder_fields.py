@@ -14,6 +14,7 @@ from bridge.models._hyper_connections_config import HyperConnectionsConfig
 from bridge.models._indexer_config import IndexerConfig
 from bridge.models._kv_sharing_config import KVSharingConfig
 from bridge.models._layer_kinds import Compression
+from bridge.models._lightning_config import LightningConfig, ResidualFactorsConfig
 from bridge.models._mamba1_config import Mamba1Config
 from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
@@ -33,6 +34,7 @@ LayerType = Literal[
     "heavily_compressed_attention",
     "short_conv",
     "delta_net",
+    "lightning",
     "mamba",
     "mamba1",
     "attention_mamba",
@@ -50,7 +52,7 @@ BLOCK_SPARSE: LayerType = "block_sparse_attention"
 """Type of layers whose queries attend to the blocks that an indexer selects."""
 
 Norm = Literal["rms", "rms_wide", "rms_zero_centered", "layer", "layer_zero_centered"]
-NormPlacement = Literal["pre", "post", "both", "parallel", "parallel_two"]
+NormPlacement = Literal["pre", "post", "both", "in_stream", "parallel", "parallel_two"]
 Activation = Literal[
     "silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "xielu"
 ]
@@ -70,12 +72,14 @@ class DecoderFields:
     num_attention_heads: int
     num_key_value_heads: int = None  # pyright: ignore[reportAssignmentType]
     head_dim: int = None  # pyright: ignore[reportAssignmentType]
+    value_head_dim: int | None = None
     max_position_embeddings: int = 2048
     norm: Norm = "rms"
     norm_eps: float = 1e-6
     norm_scale: bool = True
     norm_bias: bool = False
     norm_placement: NormPlacement = "pre"
+    recurrent_norm_placement: Literal["pre", "post", "both"] | None = None
     hidden_act: Activation = "silu"
     gated_mlp: bool = True
     mlp_bias: bool = False
@@ -103,6 +107,7 @@ class DecoderFields:
     compressed_attention: CompressedAttentionConfig | None = None
     short_conv: ShortConvConfig | None = None
     delta_net: DeltaNetConfig | None = None
+    lightning: LightningConfig | None = None
     mamba: MambaConfig | None = None
     mamba1: Mamba1Config | None = None
     rope: RopeConfig | None = RopeConfig()
@@ -128,11 +133,13 @@ class DecoderFields:
     layer_scale: bool = False
     residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
+    residual_factors: ResidualFactorsConfig | None = None
     logit_scale: float = 1.0
     logits_scaling: float = 1.0
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()
     hash_layers: tuple[int, ...] = ()
+    dense_branch: bool = False
     mixer_only_layers: tuple[int, ...] = ()
     mlp_sizes: tuple[tuple[int, int], ...] = ()
     tie_word_embeddings: bool = False

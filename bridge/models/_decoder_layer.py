@@ -1,5 +1,6 @@
 """Decoder layer."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,15 +13,15 @@ from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._batch_parts import join_rows, split_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
-from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
 from bridge.models._decoder_parts import (
     RECURRENT_MIXERS,
     make_attention,
     make_channels,
-    make_norm,
+    make_norms,
 )
+from bridge.models._dense_branch import DenseBranch
 from bridge.models._hyper_connections import HyperConnection
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
@@ -30,25 +31,24 @@ from bridge.models._layer_mixer import (
     MixerInputs,
     MixerOutput,
     Stream,
+    constrained_input,
     run_attention,
+    run_attention_and_mamba,
     run_indexed_attention,
     run_recurrent_mixer,
     run_shared_attention,
 )
 from bridge.models._layer_products import PLAIN, LayerProducts, set_products
-from bridge.models._layer_state import (
-    AttentionMambaState,
-    LayerState,
-)
+from bridge.models._layer_state import LayerState, TwoKeyValues
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
 from bridge.models._per_layer_input import PerLayerInput
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
+from bridge.models._residual import residuals
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
-from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention, SharedStream
 
 Experts = Int[Array, "batch seq chosen"]
@@ -79,8 +79,8 @@ class LayerOutput(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Decoder layer: mixer and MLP, each normed and added to the residual stream.
 
-    The mixer is `self_attn`, `short_conv`, `delta_net`, `mamba` or `mamba1`, by the
-    layer's kind, or `self_attn` and `mamba` side by side.
+    The mixer is `self_attn`, `short_conv`, `delta_net`, `lightning`, `mamba` or
+    `mamba1`, by the layer's kind, or `self_attn` and `mamba` side by side.
 
     Args:
       config: Config of the decoder.
@@ -112,7 +112,9 @@ class DecoderLayer(nnx.Module):
         batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
-        self._make_norms(config, kind, param_dtype)
+        norms = make_norms(config, kind, param_dtype)
+        self.input_layernorm, self.post_attention_layernorm = norms[:2]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
         self.mixer, self.is_full = kind.mixer, kind.is_full
         if kind.attends:
             self.self_attn = make_attention(
@@ -123,31 +125,18 @@ class DecoderLayer(nnx.Module):
             make = RECURRENT_MIXERS[recurrent]
             setattr(self, recurrent, make(config, rngs=rngs, param_dtype=param_dtype))
         self.mlp = make_channels(config, kind, rngs, param_dtype, dispatch)
+        branch = None
+        if config.dense_branch:
+            branch = DenseBranch(config, kind, rngs, param_dtype, attention, constrain)
+        self.dense_branch = branch
         self._make_additions(config, rngs, param_dtype, constrain)
         self.parallel = config.norm_placement.startswith("parallel")
-        self.multiplier = config.residual_multiplier
+        self.mixer_residual, self.mlp_residual = residuals(config, kind)
         self.multipliers = config.multipliers or MultipliersConfig()
         self.constrain = constrain
         self.recurrence = recurrence
         self.batch_parts = batch_parts
         set_products(self, products)
-
-    def _make_norms(
-        self, config: DecoderConfig, kind: LayerKind, param_dtype: DTypeLike
-    ) -> None:
-        """Makes the norms before and after mixer and MLP; None where there is none."""
-        placement = config.norm_placement
-        before, after = placement != "post", placement in ("post", "both")
-        own = placement in ("pre", "both", "parallel_two")
-        mixes, feeds = kind.mixer is not None, kind.channels is not None
-
-        def norm(exists: bool) -> Norm | None:
-            return make_norm(config, param_dtype) if exists else None
-
-        self.input_layernorm = norm(before and mixes)
-        self.post_attention_layernorm = norm(after)
-        self.pre_feedforward_layernorm = norm(own and feeds)
-        self.post_feedforward_layernorm = norm(after)
 
     def _make_additions(
         self,
@@ -193,8 +182,8 @@ class DecoderLayer(nnx.Module):
             which later layers attend.
           per_layer: Inputs that differ between layers: `window`, the attention window
             in tokens, `table`, the index of the rotary table, `experts`, those of each
-            token if the router is not to choose them, and `input`, what the layer has
-            of each token.
+            token if the router is not to choose them, `input`, what the layer has of
+            each token, and `slopes`, the decays of its lightning attention.
           tables: Tables of the positions; None if layers read none.
           segment_ids: Segment of each token in a packed row; None for one segment.
           cache: Cache of the previous tokens; None without a cache.
@@ -219,6 +208,7 @@ class DecoderLayer(nnx.Module):
             None if selected is None else selected > 0,
             shared,
             per_layer.get("input"),
+            per_layer.get("slopes"),
         )
         if self.batch_parts == 1 or slots is not None:
             return self._run(x, selected, experts, inputs, cache)
@@ -241,11 +231,14 @@ class DecoderLayer(nnx.Module):
             return _output(*self._feed(x, experts), cache)
         if self.mixer_connection is not None:
             return self._run_streams(x, experts, inputs, cache)
+        if self.dense_branch is not None:
+            return self._run_beside(self.dense_branch, x, experts, inputs, cache)
         predicted = None
         if self.altup is not None:
             predicted = self.altup.predict(x)
             x = predicted[:, :, self.altup.active]
         normed = _apply(self.input_layernorm, x)
+        x = self.mixer_residual.of(x, normed)
         normed_input = self.constrain(normed, "input")
         mixed = self._mix(normed, normed_input, cache, inputs)
         if selected is not None and mixed.selected is not None:
@@ -280,6 +273,25 @@ class DecoderLayer(nnx.Module):
         streams = after.add(streams, self.constrain(y, "output"))
         return _output(streams, routed, mixed.cache)
 
+    def _run_beside(
+        self,
+        branch: DenseBranch,
+        x: Stream,
+        experts: Experts | None,
+        inputs: MixerInputs,
+        cache: LayerState | None,
+    ) -> LayerOutput:
+        """Runs attention, then experts beside the branch, on some rows."""
+        first, second = cache if isinstance(cache, TwoKeyValues) else (None, None)
+        normed = _apply(self.input_layernorm, x)
+        mixed = self._mix(normed, self.constrain(normed, "input"), first, inputs)
+        x = x + self.constrain(mixed.output, "output")
+        normed = self.constrain(_apply(self.pre_feedforward_layernorm, x), "input")
+        y, routed = self._feedforward(normed, experts)
+        x, after = branch(x, normed, second, inputs)
+        caches = None if cache is None else TwoKeyValues(mixed.cache, after)  # pyright: ignore[reportArgumentType]
+        return _output(x + self.constrain(y, "output"), routed, caches)
+
     def _mix(
         self,
         normed: Stream,
@@ -288,10 +300,12 @@ class DecoderLayer(nnx.Module):
         inputs: MixerInputs,
     ) -> MixerOutput:
         """Runs the mixer on the normed stream, or on the same constrained as input."""
-        if self.mixer == "attention_mamba":
-            return self._mix_both(normed_input, cache, inputs)
         if self.mixer is not None and self.mixer != "attention":
-            return self._recur(self.mixer, normed_input, cache, inputs)
+            mixer = getattr(self, self.mixer.removeprefix("attention_"))
+            run = run_recurrent_mixer
+            if self.mixer == "attention_mamba":
+                run = partial(run_attention_and_mamba, self.self_attn, self.multipliers)
+            return run(mixer, self.recurrence, normed_input, cache, inputs)
         attention, shared = self.self_attn, inputs.shared
         if isinstance(attention, IndexedAttention):
             return run_indexed_attention(attention, normed, cache, inputs)
@@ -299,34 +313,8 @@ class DecoderLayer(nnx.Module):
             return run_shared_attention(
                 attention, normed_input, cache, inputs, shared, is_full=self.is_full
             )
-        # Latent attention constrains its latent vectors instead of its input.
-        latent = isinstance(attention, LatentAttention | CompressedAttention)
-        return run_attention(
-            attention, normed if latent else normed_input, cache, inputs
-        )
-
-    def _recur(
-        self, name: str, x: Stream, cache: LayerState | None, inputs: MixerInputs
-    ) -> MixerOutput:
-        """Runs the mixer with a state that is the attribute `name`."""
-        mixer = getattr(self, name)
-        return run_recurrent_mixer(mixer, self.recurrence, x, cache, inputs)
-
-    def _mix_both(
-        self, mixer_input: Stream, cache: LayerState | None, inputs: MixerInputs
-    ) -> MixerOutput:
-        """Runs attention and Mamba side by side, and adds their outputs."""
-        factors, caches = self.multipliers, (None, None)
-        if isinstance(cache, AttentionMambaState):
-            caches = cache
-        attention_input = scale_by(mixer_input, factors.attention_in)
-        attended = run_attention(self.self_attn, attention_input, caches[0], inputs)
-        recurred = self._recur("mamba", mixer_input, caches[1], inputs)
-        after = None
-        if cache is not None:
-            after = AttentionMambaState(attended.cache, recurred.cache)  # pyright: ignore[reportArgumentType]
-        output = scale_by(attended.output, factors.attention_out)
-        return MixerOutput(output + scale_by(recurred.output, factors.mamba_out), after)
+        own = constrained_input(attention, normed, self.constrain)
+        return run_attention(attention, own, cache, inputs)
 
     def _add(
         self,
@@ -343,10 +331,12 @@ class DecoderLayer(nnx.Module):
                     self.pre_feedforward_layernorm(x), "input"
                 )
             y, routed = self._feedforward(normed_input, experts)
-            both = self._scaled(mixer_output) + self._scaled(y)
+            factor = self.mlp_residual.output
+            both = scale_by(mixer_output, factor) + scale_by(y, factor)
             return x + self.constrain(both, "output"), routed
         mixer_output = self.constrain(mixer_output, "output")
-        x = x + self._scaled(_apply(self.post_attention_layernorm, mixer_output))
+        mixer_output = _apply(self.post_attention_layernorm, mixer_output)
+        x = self.mixer_residual.add(x, mixer_output)
         if residual is not None:
             x = scale_by(x + residual, 2**-0.5)
         return self._feed(x, experts)
@@ -367,10 +357,11 @@ class DecoderLayer(nnx.Module):
         if self.mlp is None:
             return x, None
         normed = _apply(self.pre_feedforward_layernorm, x)
+        x = self.mlp_residual.of(x, normed)
         # Experts beside a dense MLP norm the stream themselves.
         y, routed = self._feedforward(self.constrain(normed, "input"), experts, x)
-        y = self.constrain(y, "output")
-        return x + self._scaled(_apply(self.post_feedforward_layernorm, y)), routed
+        y = _apply(self.post_feedforward_layernorm, self.constrain(y, "output"))
+        return self.mlp_residual.add(x, y), routed
 
     def _feedforward(
         self, x: Stream, experts: Experts | None, stream: Stream | None = None
@@ -378,9 +369,6 @@ class DecoderLayer(nnx.Module):
         mlp = self.mlp
         assert mlp is not None
         return mlp(x, experts, stream) if isinstance(mlp, MoE) else (mlp(x), None)
-
-    def _scaled(self, y: Stream) -> Stream:
-        return scale_by(y, self.multiplier)
 
 
 def _output(

@@ -1,6 +1,7 @@
 """Parts of a decoder and of its layers, made by the config and a layer's kind."""
 
 from functools import partial
+from typing import NamedTuple
 
 from flax import nnx
 from jaxtyping import DTypeLike
@@ -13,6 +14,7 @@ from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._layer_kinds import LayerKind
+from bridge.models._lightning import LightningAttention
 from bridge.models._linear import Linear
 from bridge.models._mamba import Mamba
 from bridge.models._mamba1 import Mamba1
@@ -26,6 +28,7 @@ from bridge.models._short_conv import ShortConv
 RECURRENT_MIXERS = {
     "short_conv": ShortConv,
     "delta_net": DeltaNet,
+    "lightning": LightningAttention,
     "mamba": Mamba,
     "mamba1": Mamba1,
 }
@@ -42,6 +45,47 @@ def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
         bias=config.norm_bias,
         narrow=config.residual_in_fp32,
         param_dtype=param_dtype,
+    )
+
+
+class LayerNorms(NamedTuple):
+    """Norms of a layer, each None where there is none.
+
+    Attributes:
+      before_mixer: Of the stream that the mixer reads.
+      after_mixer: Of the output of the mixer.
+      before_mlp: Of the stream that the MLP reads.
+      after_mlp: Of the output of the MLP.
+    """
+
+    before_mixer: Norm | None
+    after_mixer: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+
+
+def make_norms(
+    config: DecoderConfig, kind: LayerKind, param_dtype: DTypeLike
+) -> LayerNorms:
+    """Returns the norms before and after the mixer and MLP of a layer.
+
+    Args:
+      config: Config of the decoder.
+      kind: Kind of the layer.
+      param_dtype: Dtype of the parameters.
+    """
+    placement = config.norm_placement
+    if kind.mixer in RECURRENT_MIXERS:
+        placement = config.recurrent_norm_placement or placement
+    before, after = placement != "post", placement in ("post", "both")
+    own = placement in ("pre", "both", "in_stream", "parallel_two")
+    mixes, feeds = kind.mixer is not None, kind.channels is not None
+
+    def norm(exists: bool) -> Norm | None:
+        return make_norm(config, param_dtype) if exists else None
+
+    return LayerNorms(
+        norm(before and mixes), norm(after), norm(own and feeds), norm(after)
     )
 
 
@@ -123,6 +167,13 @@ def make_channels(
             dispatch=dispatch,
             hashes=kind.hashes,
         )
+    return make_mlp(config, kind, rngs, param_dtype)
+
+
+def make_mlp(
+    config: DecoderConfig, kind: LayerKind, rngs: nnx.Rngs, param_dtype: DTypeLike
+) -> MLP:
+    """Returns a dense MLP of a layer."""
     return MLP(
         config,
         config.mlp_width(kind),

@@ -12,22 +12,27 @@ from bridge.models._causal_conv import CausalConv, Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._delta_rule import gated_delta_rule
 from bridge.models._linear import Linear
+from bridge.models._mlp import ACTIVATIONS
 from bridge.models._norm import Norm
 from bridge.models._recurrent_mixer import Heads, RecurrentMixer, Stream
+from bridge.models._scale import scale_by
 
 # transformers adds this under the root of the length, regardless of the config.
 _LENGTH_EPS = 1e-6
 
 
 class _Inputs(NamedTuple):
-    """Projections of the tokens: three to convolve, a gate, and two scalars a head."""
+    """Projections of the tokens: three to convolve, a gate, and two scalars a head.
+
+    The second may be one of each dim of a key head.
+    """
 
     query: Heads
     key: Heads
     value: Heads
     gate: Heads
     beta: Float[Array, "batch seq heads"]
-    step: Float[Array, "batch seq heads"]
+    step: Float[Array, "batch seq heads *key_dim"]
 
 
 class DeltaNet(RecurrentMixer):
@@ -38,7 +43,9 @@ class DeltaNet(RecurrentMixer):
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
 
-    Source: transformers `modeling_qwen3_next.py::Qwen3NextGatedDeltaNet`.
+    Source: transformers `modeling_qwen3_next.py::Qwen3NextGatedDeltaNet`,
+      `modeling_kimi_linear.py::KimiLinearDeltaAttention`,
+      `modeling_olmo_hybrid.py::OlmoHybridGatedDeltaNet`.
     """
 
     def __init__(
@@ -59,14 +66,21 @@ class DeltaNet(RecurrentMixer):
         self.q_proj = linear(embed, keys)
         self.k_proj = linear(embed, keys)
         self.v_proj = linear(embed, values)
-        self.z_proj = linear(embed, values)
         self.b_proj = linear(embed, heads)
-        self.a_proj = linear(embed, heads)
+        rank, steps = sizes.gate_rank, heads if sizes.decay_rank is None else keys
+        self.z_down = None if rank is None else linear(embed, (rank,))
+        self.z_proj = linear(embed if rank is None else (rank,), values)
+        rank = sizes.decay_rank
+        self.a_down = None if rank is None else linear(embed, (rank,))
+        self.a_proj = linear(embed if rank is None else (rank,), steps)
         conv = partial(CausalConv, kernel_size=sizes.kernel_size, bias=False, **options)
         self.q_conv, self.k_conv, self.v_conv = conv(keys), conv(keys), conv(values)
         self.a_log = nnx.Param(jnp.zeros(heads, param_dtype))
-        self.dt_bias = nnx.Param(jnp.ones(heads, param_dtype))
-        self.norm = Norm(values[1:], "rms", config.norm_eps, param_dtype=param_dtype)
+        self.dt_bias = nnx.Param(jnp.ones(steps, param_dtype))
+        self.gate_activation = sizes.gate_activation
+        self.beta_factor = sizes.beta_factor
+        eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        self.norm = Norm(values[1:], "rms", eps, param_dtype=param_dtype)
         self.o_proj = linear(values, embed)
 
     def _project(self, x: Stream) -> _Inputs:
@@ -74,9 +88,9 @@ class DeltaNet(RecurrentMixer):
             self.q_proj(x),
             self.k_proj(x),
             self.v_proj(x),
-            self.z_proj(x),
+            self.z_proj(x if self.z_down is None else self.z_down(x)),
             self.b_proj(x),
-            self.a_proj(x),
+            self.a_proj(x if self.a_down is None else self.a_down(x)),
         )
 
     def _convs(self) -> dict[str, CausalConv]:
@@ -99,12 +113,14 @@ class DeltaNet(RecurrentMixer):
         times = value.shape[2] // key.shape[2]
         query = jnp.repeat(_unit(query) * query.shape[-1] ** -0.5, times, axis=2)
         key = jnp.repeat(_unit(key), times, axis=2)
-        beta = jax.nn.sigmoid(made.beta).astype(wide)
+        beta = scale_by(jax.nn.sigmoid(made.beta), self.beta_factor).astype(wide)
         step = jax.nn.softplus(made.step.astype(wide) + _of_heads(self.dt_bias, wide))
-        log_decay = -jnp.exp(_of_heads(self.a_log, wide)) * step
+        rate = -jnp.exp(_of_heads(self.a_log, wide))
+        log_decay = (rate if self.a_down is None else rate[..., None]) * step
         if is_token is not None:  # Padding changes nothing.
             beta = jnp.where(is_token[..., None], beta, 0)
-            log_decay = jnp.where(is_token[..., None], log_decay, 0)
+            seen = jnp.expand_dims(is_token, tuple(range(2, log_decay.ndim)))
+            log_decay = jnp.where(seen, log_decay, 0)
         out, memory = gated_delta_rule(
             query, key, value, log_decay, beta, memory, segment_ids
         )
@@ -112,7 +128,8 @@ class DeltaNet(RecurrentMixer):
 
     def _finish(self, made: _Inputs, out: Heads) -> Stream:
         wide = jnp.promote_types(out.dtype, jnp.float32)
-        gated = self.norm(out).astype(wide) * jax.nn.silu(made.gate.astype(wide))
+        activation = ACTIVATIONS[self.gate_activation]
+        gated = self.norm(out).astype(wide) * activation(made.gate.astype(wide))
         return self.o_proj(gated.astype(out.dtype))
 
 

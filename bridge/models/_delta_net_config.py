@@ -1,6 +1,7 @@
 """Config of a gated delta net."""
 
 import dataclasses
+from typing import Literal
 
 from bridge.models._checks import raise_if, wrong_fields, wrong_sizes
 
@@ -15,12 +16,20 @@ class DeltaNetConfig:
       key_head_dim: Width of a query or key head.
       value_head_dim: Width of a value head.
       kernel_size: Number of tokens that the convolution before it sees.
+      decay_rank: Width of the vectors from which a decay is projected for each dim of
+        each key head; None for one decay a head.
+      gate_rank: Width of the vectors from which the gate of the output is projected;
+        None to project it from the token.
+      gate_activation: Activation of that gate.
+      beta_factor: Factor of what is learned of a token; above 1, the state can turn.
+      norm_eps: Epsilon of the norm of the output; None for that of the config.
 
     Raises:
       ValueError: If a size is not a positive integer, or the key heads do not divide
         the value heads.
 
-    Source: Gated Delta Networks, https://arxiv.org/abs/2412.06464.
+    Source: Gated Delta Networks, https://arxiv.org/abs/2412.06464; Kimi Linear,
+      https://arxiv.org/abs/2510.26692, for decays of each dim.
     """
 
     num_key_heads: int
@@ -28,14 +37,34 @@ class DeltaNetConfig:
     key_head_dim: int
     value_head_dim: int
     kernel_size: int = 4
+    decay_rank: int | None = None
+    gate_rank: int | None = None
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    beta_factor: float = 1.0
+    norm_eps: float | None = None
 
     def __post_init__(self):
         """Validates the sizes."""
-        names = tuple(field.name for field in dataclasses.fields(self))
-        wrong = wrong_fields(self) or wrong_sizes(self, names)
+        wrong = wrong_fields(self) or wrong_sizes(self, _SIZES)
         if not wrong and self.num_value_heads % self.num_key_heads:
             wrong = [
                 f"num_value_heads {self.num_value_heads} is not a multiple of "
                 f"num_key_heads {self.num_key_heads}"
             ]
+        if not wrong and self.decay_rank and self.num_value_heads != self.num_key_heads:
+            wrong = [
+                f"decay_rank {self.decay_rank}: num_key_heads {self.num_key_heads} are "
+                f"as many as num_value_heads {self.num_value_heads}"
+            ]
         raise_if("DeltaNetConfig", wrong)
+
+
+_SIZES = (
+    "num_key_heads",
+    "num_value_heads",
+    "key_head_dim",
+    "value_head_dim",
+    "kernel_size",
+    "decay_rank",
+    "gate_rank",
+)

@@ -14,16 +14,19 @@ class FullAttentionConfig:
       num_key_value_heads: Number of key and value heads.
       shared_key_value: Whether values are the projected keys, before their norm and
         rope.
+      sinks: Whether they have the attention sinks of the decoder.
 
     Raises:
       ValueError: If a field has an invalid value.
 
-    Source: transformers `modeling_gemma4.py::Gemma4TextAttention`.
+    Source: transformers `modeling_gemma4.py::Gemma4TextAttention`,
+      `modeling_mimo_v2_flash.py::MiMoV2FlashAttention`.
     """
 
     head_dim: int
     num_key_value_heads: int
     shared_key_value: bool = False
+    sinks: bool = True
 
     def __post_init__(self):
         """Validates the fields."""

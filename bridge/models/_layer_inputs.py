@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float
 from bridge.models._config import DecoderConfig
 from bridge.models._decoder_fields import COMPRESSIONS
 from bridge.models._layer_kinds import LayerKind
+from bridge.models._lightning import lightning_slopes
 from bridge.models._position_tables import STEP, PositionTables
 from bridge.models._positions import Ids
 from bridge.models._query_scale_config import QueryScaleConfig
@@ -83,7 +84,8 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
 
     Returns:
       `table`, the index of each layer's tables, and `window`, its attention window in
-      tokens; neither where all layers share one.
+      tokens; neither where all layers share one. `slopes`, the decays of lightning
+      attention, where a layer has it.
     """
     values, uses = {}, _distinct(config)
     if len(uses) > 1 and config.full_attention is None:
@@ -92,6 +94,8 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
     if len(set(config.windows)) > 1:
         windows = [_NO_WINDOW if w is None else w for w in config.windows]
         values["window"] = np.asarray(windows, np.int32)
+    if any(kind.mixer == "lightning" for kind in config.layer_kinds):
+        values["slopes"] = lightning_slopes(config)
     return values
 
 

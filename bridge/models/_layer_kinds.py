@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 Mixer = Literal[
-    "attention", "short_conv", "delta_net", "mamba", "mamba1", "attention_mamba"
+    "attention",
+    "short_conv",
+    "delta_net",
+    "lightning",
+    "mamba",
+    "mamba1",
+    "attention_mamba",
 ]
 """Part of a layer in which tokens see those before them.
 

@@ -2,23 +2,29 @@
 
 from typing import Any, NamedTuple, Protocol
 
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from bridge.models._attention import Window
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._compressed_attention import CompressedAttention
+from bridge.models._constrain import Constrain
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._indexer import Selected
 from bridge.models._layer_state import (
+    AttentionMambaState,
     CompressedKeyValues,
     IndexedKeyValues,
     KeyValues,
     LayerState,
 )
+from bridge.models._lightning import LightningAttention
+from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence
-from bridge.models._self_attention import SelfAttention
+from bridge.models._scale import scale_by
+from bridge.models._self_attention import LatentAttention, SelfAttention
 from bridge.models._shared_attention import SharedAttention, SharedStream
 
 Stream = Float[Array, "batch seq embed"]
@@ -36,6 +42,7 @@ class MixerInputs(NamedTuple):
       selected: Keys that the last indexer selected; None for all.
       shared: Stream and the keys and values that layers share; None if they do not.
       own_input: Input that the layer has of each token; None for none.
+      slopes: Decays of lightning attention in this layer; None for none.
     """
 
     tables: PositionTables
@@ -46,6 +53,7 @@ class MixerInputs(NamedTuple):
     selected: Selected | None = None
     shared: SharedStream | None = None
     own_input: Float[Array, "batch seq size"] | None = None
+    slopes: Float[Array, "1 1 heads"] | None = None
 
 
 class MixerOutput(NamedTuple):
@@ -76,6 +84,20 @@ class StatefulMixer(Protocol):
     def extend(self, x: Stream, state: Any, is_token: Mask) -> tuple[Stream, Any]:
         """Mixes new tokens with those of a state, and returns the state after them."""
         ...
+
+
+def constrained_input(attention: nnx.Module, x: Stream, constrain: Constrain) -> Stream:
+    """Returns the input of attention, with its sharding constraint.
+
+    Latent attention constrains its latent vectors instead.
+
+    Args:
+      attention: Attention of the layer.
+      x: Normed hidden states.
+      constrain: Sharding constraint of activations.
+    """
+    latent = isinstance(attention, LatentAttention | CompressedAttention)
+    return x if latent else constrain(x, "input")
 
 
 def run_attention(
@@ -158,7 +180,7 @@ def run_shared_attention(
 
 
 def run_recurrent_mixer(
-    mixer: StatefulMixer,
+    mixer: StatefulMixer | LightningAttention,
     recurrence: Recurrence,
     x: Stream,
     cache: LayerState | None,
@@ -174,6 +196,40 @@ def run_recurrent_mixer(
       cache: State before the tokens; None without one.
       inputs: What it reads beside `x`.
     """
+    if isinstance(mixer, LightningAttention):
+        assert inputs.slopes is not None
+        mixer = mixer.in_layer(inputs.slopes)
     if cache is None:
         return MixerOutput(recurrence(mixer, x, inputs.segment_ids), None)
     return MixerOutput(*mixer.extend(x, cache, inputs.is_token))
+
+
+def run_attention_and_mamba(
+    attention: SelfAttention | CompressedAttention,
+    factors: MultipliersConfig,
+    mamba: StatefulMixer,
+    recurrence: Recurrence,
+    x: Stream,
+    cache: LayerState | None,
+    inputs: MixerInputs,
+) -> MixerOutput:
+    """Runs attention and Mamba side by side, and adds their outputs.
+
+    Args:
+      attention: Attention of the layer.
+      factors: Factors of inputs and outputs.
+      mamba: Mixer with a state beside it.
+      recurrence: As for `run_recurrent_mixer`.
+      x: Normed hidden states.
+      cache: State before the tokens; None without one.
+      inputs: What both read beside `x`.
+    """
+    caches = cache if isinstance(cache, AttentionMambaState) else (None, None)
+    own = scale_by(x, factors.attention_in)
+    attended = run_attention(attention, own, caches[0], inputs)
+    recurred = run_recurrent_mixer(mamba, recurrence, x, caches[1], inputs)
+    after = None
+    if cache is not None:
+        after = AttentionMambaState(attended.cache, recurred.cache)  # pyright: ignore[reportArgumentType]
+    output = scale_by(attended.output, factors.attention_out)
+    return MixerOutput(output + scale_by(recurred.output, factors.mamba_out), after)

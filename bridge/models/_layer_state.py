@@ -79,6 +79,16 @@ class DeltaNetState(NamedTuple):
     memory: Float[Array, "batch heads key_dim value_dim"]
 
 
+class LightningState(NamedTuple):
+    """State of lightning attention.
+
+    Attributes:
+      memory: Matrix from keys to values of each head, at least in float32.
+    """
+
+    memory: Float[Array, "batch heads value_dim key_dim"]
+
+
 class MambaState(NamedTuple):
     """State of a Mamba 2 mixer.
 
@@ -119,12 +129,21 @@ class AttentionMambaState(NamedTuple):
     mamba: MambaState
 
 
+class TwoKeyValues(NamedTuple):
+    """Cache of a layer with two attentions, one after the other."""
+
+    first: KeyValues
+    second: KeyValues
+
+
 LayerState = (
     KeyValues
+    | TwoKeyValues
     | IndexedKeyValues
     | CompressedKeyValues
     | ConvState
     | DeltaNetState
+    | LightningState
     | MambaState
     | Mamba1State
     | AttentionMambaState

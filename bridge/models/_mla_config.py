@@ -17,11 +17,14 @@ class MLAConfig:
       v_head_dim: Width of a value head.
       q_lora_rank: Width of the latent vector of queries; None to project queries from
         the hidden state.
+      scale_latents: Whether queries, and the normed latent vector of keys and values,
+        are multiplied by the root of `hidden_size` over the rank they come from.
 
     Raises:
       ValueError: If a size is not a positive integer, or `qk_rope_head_dim` is odd.
 
-    Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
+    Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1; LongCat-Flash,
+      https://arxiv.org/abs/2509.01322, section 2.2, for `scale_latents`.
     """
 
     kv_lora_rank: int
@@ -29,11 +32,11 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
+    scale_latents: bool = False
 
     def __post_init__(self):
         """Validates the sizes."""
-        names = tuple(field.name for field in dataclasses.fields(self))
-        wrong = wrong_fields(self) or wrong_sizes(self, names)
+        wrong = wrong_fields(self) or wrong_sizes(self, _SIZES)
         if not wrong and self.qk_rope_head_dim % 2:
             wrong = [
                 f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, but rotary "
@@ -45,3 +48,12 @@ class MLAConfig:
     def qk_head_dim(self) -> int:
         """Width of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+_SIZES = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "q_lora_rank",
+)

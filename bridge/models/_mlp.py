@@ -19,6 +19,7 @@ from bridge.models._xielu import XIELU
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
     {
         "silu": jax.nn.silu,
+        "sigmoid": jax.nn.sigmoid,
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
         "gelu_new": partial(jax.nn.gelu, approximate=True),

@@ -63,7 +63,8 @@ def sorted_dispatch(
       run: Function `run(rows, group_sizes)` that applies experts to rows sorted by
         expert: the first `group_sizes[0]` rows belong to expert 0, and so on.
       x: Tokens.
-      experts: Indices of the chosen experts of each token.
+      experts: Indices of the chosen experts of each token; from `num_experts` on, they
+        are of none, and add nothing.
       weights: Weights of the chosen experts.
       num_experts: Total number of experts.
 
@@ -231,6 +232,17 @@ def _owners(x: Rows, group_sizes: Sizes) -> Int[Array, " rows"]:
     return jnp.repeat(experts, group_sizes, total_repeat_length=len(x))
 
 
+def _add_itself(
+    y: Float[Array, "batch seq embed"],
+    x: Float[Array, "batch seq embed"],
+    weights: Float[Array, "batch seq chosen"],
+) -> Float[Array, "batch seq embed"]:
+    """Adds the token, weighted, for each of its experts that computes nothing."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    weight = weights.astype(wide).sum(-1, keepdims=True)
+    return (y.astype(wide) + x.astype(wide) * weight).astype(y.dtype)
+
+
 class Routed(NamedTuple):
     """What a router chose.
 
@@ -323,6 +335,8 @@ class MoE(nnx.Module):
             sigmoid=self.experts.moe.scoring == "sigmoid",
         )
         y = y.reshape(read.shape)
+        if self.experts.moe.num_zero_experts:
+            y = _add_itself(y, read, jnp.where(experts < self.num_experts, 0, weights))
         if self.latent_out is not None:
             y = self.latent_out(y)
         if self.shared_expert is None:
@@ -332,7 +346,9 @@ class MoE(nnx.Module):
             y, shared = self.norms.output(y), self.norms.shared(shared)
         if self.shared_gate is not None:
             shared *= jax.nn.sigmoid(self.shared_gate(x))
-        return y + shared, Routed(stats, experts)
+        y = y + shared
+        y = y / 2 if self.experts.moe.shared_average else y
+        return y, Routed(stats, experts)
 
 
 def expert_parallel_rules(config: DecoderConfig) -> dict[str, int]:

@@ -15,7 +15,7 @@ class MoEConfig:
     """Config of a layer's experts and their router.
 
     Args:
-      num_experts: Number of experts that the router chooses from.
+      num_experts: Number of experts.
       num_experts_per_tok: Number of experts per token.
       intermediate_size: Width inside an expert.
       scoring: Scores of the router's logits: `softmax` over all experts, `sigmoid` of
@@ -52,18 +52,23 @@ class MoEConfig:
       shared_intermediate_size: Width of an additional MLP shared by all tokens; None
         for no such MLP.
       shared_gate: Whether a sigmoid gate per token scales the shared MLP's output.
+      shared_average: Whether the output is the mean of those of experts and shared MLP,
+        in the place of their sum.
       weighted_inputs: Whether the weight of the one chosen expert scales its input
         and not its output.
       own_norms: Whether router and experts read the residual stream through norms of
         their own, and the outputs of experts and shared MLP are each normed.
       expert_scale: Whether a learned number of each expert scales its weight.
+      num_zero_experts: Number of further experts that the router chooses from, behind
+        the others: they return the token as it is.
 
     Raises:
       ValueError: If a field has an invalid value, or fields are inconsistent.
 
     Source: transformers `modeling_mixtral.py`, `modeling_qwen2_moe.py`,
       `modeling_gpt_oss.py`, `modeling_deepseek_v2.py`, `modeling_deepseek_v3.py`,
-      `modeling_deepseek_v4.py`, each `*TopKRouter` and `*Experts`.
+      `modeling_deepseek_v4.py`, `modeling_longcat_flash.py`,
+      `modeling_cohere2_moe.py`, each `*TopKRouter` and `*Experts`.
     """
 
     num_experts: int
@@ -88,9 +93,11 @@ class MoEConfig:
     swiglu_alpha: float | None = None
     shared_intermediate_size: int | None = None
     shared_gate: bool = False
+    shared_average: bool = False
     weighted_inputs: bool = False
     own_norms: bool = False
     expert_scale: bool = False
+    num_zero_experts: int = 0
 
     def __post_init__(self):
         """Validates the fields, then their consistency."""
@@ -99,9 +106,14 @@ class MoEConfig:
         )
         raise_if("MoEConfig", wrong)
 
+    @property
+    def num_choices(self) -> int:
+        """Number of experts that the router chooses from."""
+        return self.num_experts + self.num_zero_experts
+
     def _inconsistencies(self) -> list[str]:
-        chosen, experts = self.num_experts_per_tok, self.num_experts
-        wrong = []
+        chosen, experts = self.num_experts_per_tok, self.num_choices
+        wrong = self._inconsistent_zero_experts()
         if chosen > experts:
             wrong.append(f"num_experts_per_tok {chosen} of num_experts {experts}")
         if (self.n_group is None) != (self.topk_group is None):
@@ -130,7 +142,21 @@ class MoEConfig:
             wrong.append("own_norms: neither with latent_size nor weighted_inputs")
         if self.shared_gate and self.shared_intermediate_size is None:
             wrong.append("shared_gate without shared_intermediate_size gates nothing")
+        if self.shared_average and self.shared_intermediate_size is None:
+            wrong.append("shared_average without shared_intermediate_size: of what")
         return wrong
+
+    def _inconsistent_zero_experts(self) -> list[str]:
+        if (count := self.num_zero_experts) == 0:
+            return []
+        if count < 0:
+            return [f"num_zero_experts {count} is negative"]
+        beside = ("n_group", "latent_size", "weighted_inputs", "expert_scale")
+        return [
+            f"num_zero_experts {count}: not beside {name}"
+            for name in beside
+            if getattr(self, name)
+        ]
 
     def _inconsistent_groups(self, groups: int, chosen: int) -> list[str]:
         if self.num_experts % groups or chosen > groups:

@@ -13,6 +13,7 @@ class MultipliersConfig:
       attention_in: Factor of the input of attention.
       attention_out: Factor of its output.
       key: Factor of its keys.
+      value: Factor of its values.
       mamba_in: Factor of the input of a Mamba mixer.
       mamba_out: Factor of its output.
       mamba_projections: Factors of its gate, its channels, its projections into and of
@@ -23,12 +24,13 @@ class MultipliersConfig:
     Raises:
       ValueError: If a field has an invalid value.
 
-    Source: transformers `modeling_falcon_h1.py`.
+    Source: transformers `modeling_falcon_h1.py`, `modeling_mimo_v2_flash.py`.
     """
 
     attention_in: float = 1.0
     attention_out: float = 1.0
     key: float = 1.0
+    value: float = 1.0
     mamba_in: float = 1.0
     mamba_out: float = 1.0
     mamba_projections: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)

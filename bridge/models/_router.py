@@ -39,7 +39,7 @@ class Router(nnx.Module):
         """Initializes the projection and, if configured, a zero correction bias."""
         self.gate = Linear(
             (hidden_size,),
-            (config.num_experts,),
+            (config.num_choices,),
             bias=config.router_bias,
             std=std,
             rngs=rngs,
@@ -47,7 +47,7 @@ class Router(nnx.Module):
         )
         # Always float32, as in transformers: it is updated in steps of 1e-3, which
         # would be lost in bfloat16.
-        bias = jnp.zeros(config.num_experts, jnp.float32)
+        bias = jnp.zeros(config.num_choices, jnp.float32)
         corrected = config.correction_bias and chooses
         self.correction_bias = nnx.Param(bias) if corrected else None
         self.chooses = chooses

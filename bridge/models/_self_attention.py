@@ -160,7 +160,8 @@ class SelfAttention(nnx.Module):
         self.k_proj = linear(embed, kv_heads, bias=config.attention_bias)
         value = None
         if not self.shared_key_value:
-            value = linear(embed, kv_heads, bias=config.attention_bias)
+            values = (config.num_key_value_heads, config.v_head_dim)
+            value = linear(embed, values, bias=config.attention_bias)
         self.v_proj = value
         self.v_norm = _value_norm(config, kv_heads, param_dtype)
         gate = None
@@ -183,6 +184,7 @@ class SelfAttention(nnx.Module):
         query, key = self.q_proj(x), self.k_proj(x)
         value = key if self.v_proj is None else self.v_proj(x)
         value = value if self.v_norm is None else self.v_norm(value)
+        value = scale_by(value, self.multipliers.value)
         key = scale_by(key, self.multipliers.key)
         if not self.norm_after_rope:
             query, key = self._norm_heads(query, key, tables)
@@ -243,7 +245,8 @@ class LatentAttention(SelfAttention):
     Attention runs on the full heads. The absorbed form, which saves cache memory in
     generation, is mathematically the same and has no benefit for training.
 
-    Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`.
+    Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`,
+      `modeling_longcat_flash.py::LongcatFlashMLA`.
     """
 
     def _make_projections(
@@ -270,6 +273,9 @@ class LatentAttention(SelfAttention):
         self.kv_rank, self.nope_head_dim = mla.kv_lora_rank, mla.qk_nope_head_dim
         self.q_gate = None
         self.has_q_lora = mla.q_lora_rank is not None
+        ranks = (mla.q_lora_rank or config.hidden_size, mla.kv_lora_rank)
+        factors = [(config.hidden_size / rank) ** 0.5 for rank in ranks]
+        self.latent_scales = factors if mla.scale_latents else [1.0, 1.0]
 
     def _project(
         self,
@@ -280,10 +286,12 @@ class LatentAttention(SelfAttention):
             query = self.q_b_proj(self._query_latent(x))
         else:
             query = self.q_proj(self.constrain(x, "input"))
+        query = scale_by(query, self.latent_scales[0])
         query, query_rope = jnp.split(query, [self.nope_head_dim], axis=-1)
         compressed = self.constrain(self.kv_a_proj_with_mqa(x), "tokens")
         latent, key_rope = jnp.split(compressed, [self.kv_rank], axis=-1)
-        latent = self.constrain(self.kv_a_layernorm(latent), "input")
+        latent = scale_by(self.kv_a_layernorm(latent), self.latent_scales[1])
+        latent = self.constrain(latent, "input")
         key_rope = self.constrain(key_rope, "input")
         key_value = self.kv_b_proj(latent)
         key, value = jnp.split(key_value, [self.nope_head_dim], axis=-1)

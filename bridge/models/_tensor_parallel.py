@@ -34,6 +34,8 @@ _COLUMNS |= {
     **{f"delta_net.{name}_conv.kernel": -3 for name in "qkv"},
     "delta_net.a_log": -1,
     "delta_net.dt_bias": -1,
+    **{f"lightning.{name}_proj.kernel": -2 for name in "qkvz"},
+    "lightning.norm.scale": -2,
     **{f"mamba.{name}_proj.kernel": -2 for name in "zx"},
     **{f"mamba.{name}_proj.bias": -2 for name in "zx"},
     "mamba.x_conv.kernel": -3,
@@ -56,6 +58,7 @@ _ROWS = {
     "self_attn.o_proj.kernel": -3,
     "self_attn.o_b_proj.kernel": -3,
     "delta_net.o_proj.kernel": -3,
+    "lightning.o_proj.kernel": -3,
     "mamba.o_proj.kernel": -3,
     **{f"mamba1.{name}_proj.kernel": -2 for name in ("step", "b", "c", "o")},
     "short_conv.out_proj.kernel": -2,
@@ -108,7 +111,11 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     rows = [config.vocab_size, added.vocab_size if added else 0]
     if any(count % ranks for count in rows):
         whole += _VOCABULARY
-    split = _COLUMNS | _ROWS | ({} if config.qk_norm == "head" else _BY_HEAD)
+    if config.delta_net is not None and config.delta_net.decay_rank is not None:
+        by_dim = {"delta_net.a_proj.kernel": -2, "delta_net.dt_bias": -2}
+    else:
+        by_dim = {}
+    split = _COLUMNS | _ROWS | by_dim | ({} if config.qk_norm == "head" else _BY_HEAD)
     return {
         path: dim
         for path in _paths(config)
@@ -120,7 +127,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     mixers = {kind.mixer for kind in config.layer_kinds}
     sizes = {}
-    if any(kind.attends for kind in config.layer_kinds):
+    if "lightning" in mixers or any(kind.attends for kind in config.layer_kinds):
         sizes["num_attention_heads"] = config.num_attention_heads
     if (compressed := config.compressed_attention) is not None:
         sizes["compressed_attention.o_groups"] = compressed.o_groups
@@ -133,7 +140,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["mamba1.num_channels"] = channels.num_channels
     if "short_conv" in mixers:
         sizes["hidden_size"] = config.hidden_size
-    if any(kind.channels == "dense" for kind in config.layer_kinds):
+    dense = any(kind.channels == "dense" for kind in config.layer_kinds)
+    if dense or config.dense_branch:
         sizes["intermediate_size"] = config.intermediate_size
         sizes |= {f"mlp_sizes of layer {i}": size for i, size in config.mlp_sizes}
         if (sharing := config.kv_sharing) is not None:

@@ -20,13 +20,16 @@ pytestmark = pytest.mark.torch
 # rows before position 0, heads normed once they are turned, states of other mixers,
 # two mixers side by side, distances, queries that grow, keys that an indexer selects,
 # keys of an earlier layer, entries of several tokens,
-# blocks of keys.
+# blocks of keys, two attentions a layer, values narrower than keys,
+# decays of each layer,
+# decays of each dim.
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
     *("falcon_h1", "mamba2", "bloom", "ministral3", "llama4", "mamba", "jamba"),
     *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n", "lfm2_moe", "lfm3"),
-    *("deepseek_v4", "minimax_m3"),
+    *("deepseek_v4", "minimax_m3", "longcat_flash", "mimo_v2_flash", "minimax"),
+    *("kimi_linear", "cohere2_moe", "olmo_hybrid"),
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.

@@ -345,3 +345,10 @@ def test_a_limit_that_python_writes_as_infinity_is_read(tmp_path):
     file.write_text(json.dumps(fields | {"rms_norm_eps": [0.0, float("-inf")]}))
     with pytest.raises(ValueError, match=facts("JSON", "-Infinity")):
         bridge.from_hf_config(tmp_path)
+
+
+def test_full_layers_of_gemma_4_may_be_like_the_others():
+    config = bridge.from_hf_config(hf_fields("gemma4", per_layer_config={}))
+    full = config.full_attention
+    assert full is not None and full.head_dim == config.head_dim
+    assert full.num_key_value_heads == config.num_key_value_heads

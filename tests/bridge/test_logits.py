@@ -37,7 +37,7 @@ from bridge.models._shared_attention import SharedAttention
 pytestmark = [pytest.mark.torch, pytest.mark.each_case]
 
 # The largest difference over the largest logit. Two float32 programs that sum in
-# different orders; measured here: below 2e-6 for all variants.
+# different orders; measured here: below 5e-6 for all variants.
 RELATIVE = 2e-5
 
 
@@ -75,7 +75,17 @@ def test_logits_equal_those_of_transformers(carried: Carried):
 
 
 def test_tensors_come_back_bit_by_bit(carried: Carried):
-    assert_same_bytes(tensors_of(carried.out), tensors_of(carried.hf.path))
+    theirs = tensors_of(carried.hf.path)
+    held = {
+        PUBLISHED.get((carried.model.config.model_type, name), name): t
+        for name, t in theirs.items()
+        if not name.endswith(FOLLOWS)
+    }
+    assert_same_bytes(tensors_of(carried.out), held)
+
+
+# Tensors of MiniMax's files that transformers computes anew where there are none.
+FOLLOWS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
 def test_transformers_computes_the_same_from_what_we_write(carried: Carried):
@@ -92,6 +102,14 @@ def test_configs_come_back_as_they_were(carried: Carried):
     saved = AutoModelForCausalLM.from_pretrained(carried.out).config.to_dict()
     assert bridge.from_hf_config(saved) == config
 
+
+# Names that transformers writes of norms, which published files name otherwise.
+PUBLISHED = {
+    (
+        "olmo_hybrid",
+        "model.layers.2.feedforward_layer_norm.weight",
+    ): "model.layers.2.post_attention_layernorm.weight",
+}
 
 # Changes of one field that keep all shapes: each must be seen in the logits.
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -217,6 +235,24 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "rope of layers without": ("deepseek_v4", {"sliding_rope.rope_theta": 500.0}),
     "iterations": ("deepseek_v4", {"hyper_connections.sinkhorn_iters": 1}),
     "epsilon of streams": ("deepseek_v4", {"hyper_connections.eps": 0.1}),
+    "scales of latent vectors": ("longcat_flash", {"mla.scale_latents": False}),
+    "factor of a stream": ("minimax", {"residual_factors.mlp_stream": 1.0}),
+    "factor of a stream of lightning layers": (
+        "minimax",
+        {"lightning.stream_factor": 1.5},
+    ),
+    "norms in the stream": ("minimax", {"norm_placement": "pre"}),
+    "gate of a delta net": ("kimi_linear", {"delta_net.gate_activation": "silu"}),
+    "mean of experts and a shared MLP": ("cohere2_moe", {"moe.shared_average": False}),
+    "layers that turn": ("cohere2_moe", {"no_rope_layers": ()}),
+    "shares of sigmoids": ("cohere2_moe-sigmoid", {"moe.norm_topk_prob": False}),
+    "what a delta net learns": ("olmo_hybrid", {"delta_net.beta_factor": 1.0}),
+    "epsilon of a delta net alone": ("olmo_hybrid", {"delta_net.norm_eps": None}),
+    "scale of values": ("mimo_v2_flash", {"multipliers.value": 1.0}),
+    "part of a head of sliding layers": (
+        "mimo_v2_flash",
+        {"sliding_rope.partial_rotary_factor": 0.334},
+    ),
     "roots of scores": ("deepseek_v4", {"moe.scoring": "sigmoid"}),
     "bound of a shared MLP": ("deepseek_v4", {"moe.swiglu_limit": None}),
     "base beside biases": ("seed_oss", {"rope.rope_theta": 500.0}),

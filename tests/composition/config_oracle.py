@@ -61,7 +61,10 @@ def filled(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns a config file with transformers' defaults; None if it is rejected."""
     given = copy.deepcopy(dict(fields))  # the rope in it is written to
     try:
-        return CONFIG_MAPPING[given.pop("model_type")](**given).to_dict()
+        with warnings.catch_warnings():
+            # Of a class without a rope, whose field `rope_scaling` it still takes.
+            warnings.filterwarnings("ignore", "`rope_scaling` is", FutureWarning)
+            return CONFIG_MAPPING[given.pop("model_type")](**given).to_dict()
     except _REFUSES:
         return None
 

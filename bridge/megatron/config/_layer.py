@@ -27,6 +27,7 @@ _SIZES = {
 }
 _PLAIN: dict[str, tuple[Any, str]] = {
     "norm_placement": ("pre", "its layers norm before attention and MLP, and add"),
+    "recurrent_norm_placement": (None, "its layers norm alike"),
     "scale_embeddings": (False, "it has no multiplier of embeddings"),
     "embedding_multiplier": (1, "it has no multiplier of embeddings"),
     "residual_in_fp32": (False, "its stream has the dtype of its weights"),
@@ -47,9 +48,11 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "altup": (None, "it has one residual stream"),
     "hyper_connections": (None, "it has one residual stream"),
     "compressed_attention": (None, "its attention reads no entries of several tokens"),
+    "dense_branch": (False, "its experts have no dense branch beside them"),
     "hash_layers": ((), "its routers choose the experts of all tokens"),
     "laurel_rank": (None, "its residual is not learned"),
     "gate_sparsity": (None, "its MLPs keep all values of the gate"),
+    "value_head_dim": (None, "its value heads are as wide as its key heads"),
     "value_norm": (False, "it does not norm values"),
     "layer_scale": (False, "its layers have no scale"),
     "indexer": (None, "its sparse attention is not modelled"),
@@ -58,6 +61,8 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "attention_gate": (False, "its heads have no gate"),
     "short_conv": (None, "its short convolutions are not modelled"),
     "delta_net": (None, "its delta nets are not modelled"),
+    "lightning": (None, "its lightning attention is not modelled"),
+    "residual_factors": (None, "it has no multiplier of the residual stream"),
     "mamba": (None, "its Mamba layers are not modelled"),
     "mamba1": (None, "it has no Mamba 1 layers"),
     "norm_scale": (True, "its norms have a scale"),

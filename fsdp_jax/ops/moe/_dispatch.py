@@ -49,7 +49,8 @@ def expert_parallel_dispatch(
         `group_sizes[0]` of which belong to this rank's first expert, and so on. Rows
         beyond the sum of sizes are zeros, and their results are not read.
       x: Tokens of this rank.
-      experts: Indices of the experts that each token chose, 0 to `num_experts - 1`.
+      experts: Indices of the experts that each token chose; from `num_experts` on, they
+        are of none, and add nothing.
       weights: Weight of each chosen expert's output.
       num_experts: Number of experts on all ranks.
       axis: Mesh axis over which experts are split.
@@ -174,7 +175,8 @@ def expert_capacity_dispatch(
       run: `run(rows, group_sizes)`, as in `expert_parallel_dispatch`; the group sizes
         are a numpy array, all equal.
       x: Tokens of this rank.
-      experts: Indices of the experts that each token chose.
+      experts: Indices of the experts that each token chose, as in
+        `expert_parallel_dispatch`; those of none are not counted as dropped.
       weights: Weight of each chosen expert's output; not renormalized for dropped ones.
       num_experts: Number of experts on all ranks.
       capacity_factor: Capacity relative to an even load; 1 is exactly enough if all
@@ -207,6 +209,7 @@ def expert_capacity_dispatch(
     ranks, local = _ranks_and_experts(axis, num_experts)
     tokens, chosen = experts.shape
     capacity = min(tokens, math.ceil(capacity_factor * tokens * chosen / num_experts))
+    wanted = (experts < num_experts).T.reshape(-1)
     nodes = nodes_of(axis, ranks, ranks_per_node, nodes_per_token)
     if nodes is not None and nodes.most < min(chosen, nodes.count):
         on_node = local * nodes.size
@@ -226,7 +229,7 @@ def expert_capacity_dispatch(
         with jax.named_scope(rows_of_experts(slot.size, ranks * local * capacity)):
             rows = run(sent, sizes)
         y = combine(route, rows, weights, dispatch_dtype).astype(x.dtype)
-    dropped = (~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
+    dropped = (wanted & ~kept).reshape(chosen, tokens).sum(0).astype(jnp.int32)
     return y, dropped
 
 
