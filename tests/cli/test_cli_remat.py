@@ -35,8 +35,10 @@ CONFIG = DecoderConfig(
     moe=MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=16),
 )
 
+DROPLESS = Routing()
 
-def step_of(remat: Remat, routing: Routing = Routing(), *, padded: bool = False):
+
+def step_of(remat: Remat, routing: Routing = DROPLESS, *, padded: bool = False):
     """The trace of a step with experts over four ranks."""
     mesh = fsdp.make_mesh(ep=4)
     config = Strategy(remat=remat).applied(fsdp.FSDPConfig(), mesh, padded=padded)
