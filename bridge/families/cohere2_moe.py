@@ -53,8 +53,10 @@ _DENSE = first_dense_or_by_type(0)
 
 def _absent(fields: Fields) -> list[str]:
     first, every = interval(fields, _FIRST), interval(fields, _EVERY)
-    dense = min(fields["first_k_dense_replace"], fields["num_hidden_layers"])
-    rest = fields["num_hidden_layers"] - dense
+    dense, layers = fields["first_k_dense_replace"], fields["num_hidden_layers"]
+    if dense > layers:
+        raise ValueError(f"first_k_dense_replace = {dense}: there are {layers} layers")
+    rest = layers - dense
     return [
         SLIDING if (i + 1) % period else FULL
         for count, period in ((dense, first), (rest, every))
@@ -142,9 +144,18 @@ _ROPE = rope(interleaved=True)
 
 def _read_rope(fields: Fields) -> dict[str, Any]:
     """Reads a rope, whose own base is before that beside it."""
+    if fields["rope_scaling"]:
+        raise ValueError(
+            f"rope_scaling = {fields['rope_scaling']}: transformers reads the rope of "
+            "this model from rope_parameters alone"
+        )
     given = fields["rope_parameters"] or {}
     inside = isinstance(given, Mapping) and given.get("rope_theta") is not None
     return _ROPE.read({**fields, "rope_theta": None} if inside else fields)
+
+
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    return {k: v for k, v in _ROPE.write(config).items() if k != "rope_scaling"}
 
 
 _SCORES = "expert_selection_fn"
@@ -201,7 +212,7 @@ FAMILY = Family(
     },
     transforms=(
         FieldTransform(
-            _ROPE.names, _read_rope, _ROPE.write, {**_ROPE.defaults, "rope_theta": 1e4}
+            _ROPE.names, _read_rope, _write_rope, {**_ROPE.defaults, "rope_theta": 1e4}
         ),
         _DENSE,
         _LAYER_TYPES,

@@ -102,6 +102,19 @@ def _absent(fields: Fields) -> list[str]:
     return types if FULL in types else [*types[:-1], FULL]
 
 
+_TYPES = mixer_types({_LINEAR: "delta_net"}, _absent)
+
+
+def _read_types(fields: Fields) -> dict[str, Any]:
+    given = fields["layer_types"] or _absent(fields)
+    if missing := sorted({FULL, _LINEAR} - set(given)):
+        raise ValueError(
+            f"layer_types = {given!r}: no {' and no '.join(missing)} layer, of which "
+            "transformers requires one"
+        )
+    return _TYPES.read(fields)
+
+
 _HEADS = {"linear_num_key_heads": None, "linear_num_value_heads": None}
 _DIMS = {"linear_key_head_dim": None, "linear_value_head_dim": None}
 _TURNS = "linear_allow_neg_eigval"
@@ -145,16 +158,21 @@ _SIZES = FieldTransform(
     {**_HEADS, **_DIMS, "linear_conv_kernel_dim": 4, _TURNS: True},
 )
 
-_ROPE, _PARAMETERS = rope(), "rope_parameters"
+_ABSENT_BASE = 1e4
+_ROPE = rope(_ABSENT_BASE)
+_PARAMETERS, _BASE = "rope_parameters", "rope_theta"
 _STILL = {"rope_type": "default", "rope_theta": None}
 
 
 def _read_rope(fields: Fields) -> dict[str, Any]:
-    given = fields[_PARAMETERS]
-    named = isinstance(given, Mapping) and "rope_theta" in given
-    if named and given["rope_theta"] is None:
+    """Reads a rope; a base of null, in it or beside it, means that nothing turns."""
+    given = fields[_PARAMETERS] or fields["rope_scaling"]
+    inside = isinstance(given, Mapping) and _BASE in given
+    if (given if inside else fields)[_BASE] is None:
         return {"rope": None}
-    return _ROPE.read(fields)
+    # That of a rope is before that beside it, which may be the default.
+    is_default = inside and fields[_BASE] == _ABSENT_BASE
+    return _ROPE.read({**fields, _BASE: None} if is_default else fields)
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -173,8 +191,13 @@ FAMILY = Family(
         "rms_norm_eps": Field(1e-6, "norm_eps"),
     },
     transforms=(
-        FieldTransform(_ROPE.names, _read_rope, _write_rope, _ROPE.defaults),
-        mixer_types({_LINEAR: "delta_net"}, _absent),
+        FieldTransform(
+            _ROPE.names,
+            _read_rope,
+            _write_rope,
+            {**_ROPE.defaults, _BASE: _ABSENT_BASE},
+        ),
+        FieldTransform(_TYPES.names, _read_types, _TYPES.write, _TYPES.defaults),
         _SIZES,
     ),
     constants={

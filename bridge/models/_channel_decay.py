@@ -37,23 +37,25 @@ class ChannelDecays(NamedTuple):
 
     def products(self, a: Chunked, b: Chunked) -> Array:
         """Returns the decayed product of each row of `a` and those of `b` up to it."""
-        *lead, size, width = a.shape
-        a, b, total = (
-            x.reshape(*lead, size // BLOCK, BLOCK, width) for x in (a, b, self.total)
-        )
-        first = total[..., :1, :]
-        left = a * jnp.exp(total - first)
-        # Tokens of later blocks are masked below.
-        behind = first[..., :, None, :, :] - total[..., None, :, :, :]
-        right = b[..., None, :, :, :] * jnp.exp(jnp.minimum(behind, 0))
-        far = jnp.einsum("...rid,...rcjd->...ricj", left, right)
-        pairs = total[..., :, None, :] - total[..., None, :, :]
+        blocks = range(0, a.shape[-2], BLOCK)
+        made = jnp.concatenate([self._of_block(a, b, start) for start in blocks], -2)
+        return jnp.where(self.seen, made, 0)
+
+    def _of_block(self, a: Chunked, b: Chunked, start: int) -> Array:
+        """Returns the products of the rows of a block, with zeros behind it."""
+        end = start + BLOCK
+        here, before = (x[..., start:end, :] for x in (a, self.total))
+        first = before[..., :1, :]
+        left = here * jnp.exp(before - first)
+        right = b[..., :start, :] * jnp.exp(first - self.total[..., :start, :])
+        far = left @ jnp.swapaxes(right, -1, -2)
+        pairs = before[..., :, None, :] - before[..., None, :, :]
         in_order = jnp.tril(jnp.ones((BLOCK, BLOCK), jnp.bool_))[..., None]
         decays = jnp.exp(jnp.where(in_order, pairs, -jnp.inf))
-        near = jnp.sum(a[..., :, None, :] * b[..., None, :, :] * decays, axis=-1)
-        same = jnp.eye(size // BLOCK, dtype=jnp.bool_)[:, None, :, None]
-        made = jnp.where(same, near[..., None, :], far)
-        return jnp.where(self.seen, made.reshape(*lead, size, size), 0)
+        own = b[..., None, start:end, :]
+        near = jnp.sum(here[..., :, None, :] * own * decays, axis=-1)
+        behind = jnp.zeros((*near.shape[:-1], a.shape[-2] - end), near.dtype)
+        return jnp.concatenate([far, near, behind], axis=-1)
 
     def since_start(self, x: Chunked) -> Chunked:
         """Returns rows, decayed from the state before the chunk."""

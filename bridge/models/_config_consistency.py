@@ -40,7 +40,8 @@ def inconsistencies(config: DecoderFields) -> list[str]:
         )
     if config.rope_dim % 2:
         wrong.append(
-            f"head_dim {config.head_dim} is odd, but rotary embedding rotates pairs"
+            f"{config.rope_dim} of the {config.head_dim} dims of a head are rotated, "
+            "an odd number, but rotary embedding rotates pairs"
         )
     for name in ("norm_eps", "initializer_range"):
         if getattr(config, name) < 0:

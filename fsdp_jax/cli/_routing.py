@@ -206,7 +206,7 @@ class CountingDecoder(Decoder):
         """Counts from zero."""
         super().__init__(config, **options)
         assert config.moe is not None
-        shape = (len(_sparse_layers(config)), config.moe.num_experts)
+        shape = (len(_sparse_layers(config)), config.moe.num_choices)
         self.tokens_per_expert = fsdp.step.Tally(jnp.zeros(shape, jnp.int32))
 
     def count(self, stats: RouterStats) -> None:

@@ -42,8 +42,21 @@ def test_full_layers_turn_that_are_dense(period, still):
         ),
         ({"sliding_window": None}, ("sliding_window", "None")),
         ({"sliding_window_pattern": 0}, ("sliding_window_pattern", "0")),
+        ({"first_k_dense_replace": 4}, ("first_k_dense_replace", "4", "3")),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            ("rope_scaling", "4.0", "rope_parameters"),
+        ),
     ],
 )
 def test_a_field_that_says_otherwise_is_refused(changes, said):
     with pytest.raises(ValueError, match=facts(*said)):
         bridge.from_hf_config({**hf_fields("cohere2_moe"), **changes})
+
+
+def test_a_scaled_rope_is_written_where_transformers_reads_it():
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    config = bridge.from_hf_config(hf_fields("cohere2_moe", rope_parameters=rope))
+    fields = bridge.to_hf_config(config)
+    assert fields["rope_parameters"] == rope and "rope_scaling" not in fields
+    assert bridge.from_hf_config(fields) == config

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from bridge.models._delta_rule import gated_delta_rule
 
 pytestmark = pytest.mark.torch
 
+ROOT = Path(__file__).parents[2]
 # The largest difference over the largest value, of float32 sums in another order.
 RELATIVE = 2e-5
 DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -81,6 +86,50 @@ def test_decays_of_each_dim_by_chunks_are_those_by_tokens(steepness):
     got, _ = gated_delta_rule(q, k, v, g, b, None, jnp.asarray(ids))
     want = by_token(*inputs, starts={50, 90})
     assert np.abs(got - want).max() <= RELATIVE * np.abs(want).max()
+
+
+def test_gradients_of_decays_of_each_dim_are_those_in_float64():
+    draw, seq = np.random.default_rng(0), 40
+    shape = (1, seq, HEADS)
+    query, key = draw.normal(size=(2, *shape, KEY))
+    value = draw.normal(size=(*shape, VALUE))
+    log_decay = -draw.exponential(0.3, (*shape, KEY))
+    inputs = query, key / np.linalg.norm(key, axis=-1, keepdims=True), value, log_decay
+    ids = jnp.asarray([[0] * 15 + [1] * (seq - 15)])
+
+    def gradients(dtype):
+        def loss(query, key, value, log_decay):
+            beta = jnp.full(shape, 0.5, dtype)
+            given = query, key, value, log_decay, beta
+            return (gated_delta_rule(*given, None, ids)[0] ** 2).sum()
+
+        given = [jnp.asarray(x, dtype) for x in inputs]
+        made = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*given)
+        return [np.asarray(grad) for grad in made]
+
+    narrow = gradients(jnp.float32)
+    with jax.enable_x64(True):
+        wide = gradients(jnp.float64)
+    for ours, theirs in zip(narrow, wide, strict=True):
+        assert np.abs(ours - theirs).max() <= RELATIVE * np.abs(theirs).max()
+
+
+AS_USERS = """
+import jax, jax.numpy as jnp
+from bridge.models._channel_decay import channel_decays
+x = jnp.ones((1, 4, 4, 32, 12))
+loss = lambda a, b, g: channel_decays(g, None).products(a, b).sum()
+print(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, x, -x)[0].shape)
+"""
+
+
+def test_gradients_compile_as_users_compile_them():
+    """XLA:CPU of jaxlib 0.10.2 ends the process in those of a broadcast key."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "JAX"))}
+    command = [sys.executable, "-c", AS_USERS]
+    env = own | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "(1, 4, 4, 32, 12)"), ran.stderr
 
 
 def test_a_published_file_says_the_same_in_other_fields():

@@ -17,6 +17,7 @@ from tiny_models import HFModel, make_model
 import bridge
 from bridge.models._moe import sorted_dispatch
 from fsdp_jax import ops
+from fsdp_jax.cli._routing import CountingDecoder
 
 pytestmark = pytest.mark.torch
 
@@ -82,6 +83,19 @@ def test_a_field_that_says_otherwise_is_refused(changes, said):
     fields = {**hf_fields("longcat_flash"), **changes}
     with pytest.raises(ValueError, match=facts(*said)):
         bridge.from_hf_config(fields)
+
+
+def test_choices_of_no_expert_move_biases_too():
+    config = bridge.from_hf_config({**hf_fields("longcat_flash"), **ZEROS})
+    assert config.moe is not None and config.moe.num_zero_experts
+    decoder = CountingDecoder(config, rngs=nnx.Rngs(0))
+    _, stats = decoder.with_router_stats(jnp.zeros((2, 8), jnp.int32))
+    assert stats is not None
+    decoder.count(stats)
+    chosen = 2 * 8 * config.moe.num_experts_per_tok
+    counts = decoder.tokens_per_expert[...]
+    assert counts.shape[-1] == config.moe.num_choices
+    assert (counts.sum(-1) == chosen).all()
 
 
 def test_both_attentions_of_a_layer_may_be_counted():

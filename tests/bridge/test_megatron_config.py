@@ -299,6 +299,13 @@ def test_a_model_that_megatron_has_not_is_refused_with_the_reason(variant):
         ("deepseek_v3", {"moe.norm_topk_prob": False}, ["moe.norm_topk_prob = False"]),
         ("mixtral", {"moe.num_experts_per_tok": 1}, ["moe.norm_topk_prob = True"]),
         ("mixtral", {"moe.correction_bias": True}, ["moe.correction_bias = True"]),
+        ("mixtral", {"moe.num_zero_experts": 2}, ["moe.num_zero_experts = 2"]),
+        (
+            "deepseek_v3",
+            {"moe.shared_average": True},
+            ["moe.shared_average = True"],
+        ),
+        ("deepseek_v3", {"mla.scale_latents": True}, ["mla.scale_latents = True"]),
         (
             "deepseek_v3",
             {"moe.num_experts_per_tok": 3},

@@ -74,3 +74,30 @@ def test_convolutions_in_equal_parts_are_refused_with_their_shapes(tmp_path: Pat
     hf = make_model(tmp_path / "in", "olmo_hybrid", linear_value_head_dim=8)
     with pytest.raises(ValueError, match=facts("q_conv1d", "27", "24")):
         load_model(hf.path)
+
+
+NOTHING: dict[str, Any] = {"rope_parameters": None}
+
+
+@pytest.mark.parametrize(
+    "changes, base",
+    [
+        ({"rope_parameters": STILL}, None),
+        (NOTHING | {"rope_theta": None}, None),
+        (NOTHING | {"rope_scaling": STILL}, None),
+        (NOTHING, 10000.0),
+        (NOTHING | {"rope_theta": 500.0}, 500.0),
+        ({"rope_parameters": STILL | {"rope_theta": 77.0}, "rope_theta": 500.0}, 77.0),
+    ],
+)
+def test_a_base_of_null_is_no_rope_wherever_it_is_said(changes, base):
+    fields = {k: v for k, v in hf_fields("olmo_hybrid").items() if "rope" not in k}
+    rope = bridge.from_hf_config(fields | changes).rope
+    assert (rope and rope.rope_theta) == base
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "linear_attention"])
+def test_layers_of_one_kind_are_refused(kind):
+    others = {"full_attention", "linear_attention"} - {kind}
+    with pytest.raises(ValueError, match=facts("layer_types", *others)):
+        bridge.from_hf_config(hf_fields("olmo_hybrid", layer_types=[kind, kind]))

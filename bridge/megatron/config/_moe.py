@@ -47,6 +47,8 @@ def _write_latent(config: DecoderConfig) -> dict[str, Any]:
             f"norm_eps = {config.norm_eps}: transformers norms latent vectors with "
             f"{_LATENT_NORM_EPS}, Megatron with that of the other norms"
         )
+    if mla.scale_latents:
+        raise ValueError("mla.scale_latents = True: it scales no latent vectors")
     sizes = {
         theirs: getattr(mla, ours.removeprefix("mla."))
         for theirs, ours in _LATENT.items()
@@ -167,6 +169,12 @@ def _wrong_weights(moe: MoEConfig) -> list[str]:
         wrong.append("moe.corrected_logits = True: it corrects scores")
     if moe.own_norms or moe.expert_scale:
         wrong.append("moe.own_norms, moe.expert_scale: its router has neither")
+    if moe.num_zero_experts:
+        wrong.append(
+            f"moe.num_zero_experts = {moe.num_zero_experts}: it has an MLP for each"
+        )
+    if moe.shared_average:
+        wrong.append("moe.shared_average = True: it adds the shared expert")
     if moe.norm_topk_prob and moe.norm_topk_eps != 1e-20:
         wrong.append(f"moe.norm_topk_eps = {moe.norm_topk_eps}: it adds 1e-20")
     if moe.weighted_inputs:
