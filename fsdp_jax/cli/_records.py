@@ -181,7 +181,8 @@ def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
         yield from (functools.partial(_checked, record) for record in records)
         return
     # `splitlines` also splits at U+2028 and others, which a string of JSON may hold.
-    for line in text.split("\n"):
+    lines = text.split("\n")
+    for line in lines if lines[-1] else lines[:-1]:
         yield functools.partial(_parse, line)
 
 
