@@ -40,7 +40,7 @@ def inconsistencies(config: DecoderFields) -> list[str]:
         )
     if config.rope_dim % 2:
         wrong.append(
-            f"{config.rope_dim} of the {config.head_dim} dims of a head are rotated, "
+            f"head_dim {config.head_dim}, of which {config.rope_dim} dims are rotated: "
             "an odd number, but rotary embedding rotates pairs"
         )
     for name in ("norm_eps", "initializer_range"):
