@@ -56,9 +56,6 @@ from bridge.models._layer_state import LayerState as LayerState
 from bridge.models._layer_state import Mamba1State as Mamba1State
 from bridge.models._layer_state import MambaState as MambaState
 from bridge.models._lightning_config import LightningConfig as LightningConfig
-from bridge.models._lightning_config import (
-    ResidualFactorsConfig as ResidualFactorsConfig,
-)
 from bridge.models._mamba1_config import Mamba1Config as Mamba1Config
 from bridge.models._mamba_config import MambaConfig as MambaConfig
 from bridge.models._mla_config import MLAConfig as MLAConfig
@@ -78,6 +75,9 @@ from bridge.models._positions import positions_in_order as positions_in_order
 from bridge.models._query_scale_config import QueryScaleConfig as QueryScaleConfig
 from bridge.models._recurrence import Recurrence as Recurrence
 from bridge.models._recurrence import plain_recurrence as plain_recurrence
+from bridge.models._residual_factors_config import (
+    ResidualFactorsConfig as ResidualFactorsConfig,
+)
 from bridge.models._rope_config import RopeConfig as RopeConfig
 from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._sample import GREEDY as GREEDY

@@ -51,6 +51,8 @@ def inconsistencies(config: DecoderFields) -> list[str]:
             f"num_hidden_layers {config.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
         )
     wrong += _inconsistent_features(config)
+    wrong += _inconsistent_full_attention(config)
+    wrong += _inconsistent_value_heads(config)
     if config.logits_scaling == 0:
         wrong.append("logits_scaling 0 divides the logits")
     if config.mla and (kv_heads != heads or config.head_dim != config.mla.qk_head_dim):
@@ -241,27 +243,6 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
     if config.qk_norm_after_rope and config.qk_norm is None:
         wrong.append("qk_norm_after_rope is set, but qk_norm is None")
-    if (full := config.full_attention) is not None:
-        if config.num_attention_heads % full.num_key_value_heads:
-            wrong.append(
-                f"num_attention_heads {config.num_attention_heads} is not a multiple "
-                f"of full_attention.num_key_value_heads {full.num_key_value_heads}"
-            )
-        if config.mla or config.rope is None or config.no_rope_layers:
-            wrong.append("full_attention: neither beside mla nor without a rope")
-        if set(config.layer_types or ()) - {"sliding_attention", "full_attention"}:
-            wrong.append("full_attention: layer_types are sliding or full")
-        if config.query_scale or config.attention_chunk_size or config.qk_norm == "l2":
-            wrong.append("full_attention: layers differ in windows and ropes alone")
-    if config.value_head_dim is not None:
-        beside = ("mla", "compressed_attention", "value_norm")
-        wrong += [
-            f"value_head_dim: not beside {name}"
-            for name in beside
-            if getattr(config, name)
-        ]
-        if config.full_attention and config.full_attention.shared_key_value:
-            wrong.append("value_head_dim: full layers have values of their own")
     if config.value_norm and config.mla:
         wrong.append("value_norm: latent attention has none")
     if config.position_offset < 0 or (config.position_offset and config.rope):
@@ -269,6 +250,37 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
             f"position_offset {config.position_offset} must be at least 0, and 0 "
             "with a rope"
         )
+    return wrong
+
+
+def _inconsistent_full_attention(config: DecoderFields) -> list[str]:
+    if (full := config.full_attention) is None:
+        return []
+    wrong = []
+    if config.num_attention_heads % full.num_key_value_heads:
+        wrong.append(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple "
+            f"of full_attention.num_key_value_heads {full.num_key_value_heads}"
+        )
+    if config.mla or config.rope is None or config.no_rope_layers:
+        wrong.append("full_attention: neither beside mla nor without a rope")
+    if set(config.layer_types or ()) - {"sliding_attention", "full_attention"}:
+        wrong.append("full_attention: layer_types are sliding or full")
+    if config.query_scale or config.attention_chunk_size or config.qk_norm == "l2":
+        wrong.append("full_attention: layers differ in windows and ropes alone")
+    return wrong
+
+
+def _inconsistent_value_heads(config: DecoderFields) -> list[str]:
+    if config.value_head_dim is None:
+        return []
+    wrong = [
+        f"value_head_dim: not beside {name}"
+        for name in ("mla", "compressed_attention", "value_norm")
+        if getattr(config, name)
+    ]
+    if config.full_attention and config.full_attention.shared_key_value:
+        wrong.append("value_head_dim: full layers have values of their own")
     return wrong
 
 

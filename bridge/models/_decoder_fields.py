@@ -14,7 +14,7 @@ from bridge.models._hyper_connections_config import HyperConnectionsConfig
 from bridge.models._indexer_config import IndexerConfig
 from bridge.models._kv_sharing_config import KVSharingConfig
 from bridge.models._layer_kinds import Compression
-from bridge.models._lightning_config import LightningConfig, ResidualFactorsConfig
+from bridge.models._lightning_config import LightningConfig
 from bridge.models._mamba1_config import Mamba1Config
 from bridge.models._mamba_config import MambaConfig
 from bridge.models._mla_config import MLAConfig
@@ -22,6 +22,7 @@ from bridge.models._moe_config import MoEConfig
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._per_layer_input_config import PerLayerInputConfig
 from bridge.models._query_scale_config import QueryScaleConfig
+from bridge.models._residual_factors_config import ResidualFactorsConfig
 from bridge.models._rope_config import RopeConfig
 from bridge.models._short_conv_config import ShortConvConfig
 
