@@ -95,6 +95,7 @@ def _stage(loss: ShardedLoss, inputs: MicrobatchInputs) -> Stage:
     axes = axes_in_use(plan.mesh, plan.mesh.axis_names)
     cut = trace_and_split(loss.call, chunk, *inputs.example, axes=axes)
     schedule = Schedule(stages, inputs.num_microbatches)
-    return Stage(
+    stage = Stage(
         cut, schedule, shards, inputs.microbatches, inputs.key, loss.aux_format
     )
+    return stage.with_early_state(inputs.model_state)

@@ -32,6 +32,9 @@ class Stage:
       rows: Batch of this rank, `[microbatches, ...]`.
       key: PRNG key from which the key of each microbatch is derived.
       aux_format: Sorter of the loss's auxiliary outputs.
+      early: The model state's leaves that the stack's inputs depend on, `cut.early`,
+        for each microbatch, `[microbatches, ...]`. All stages know them, where the
+        rest of the state is the last stage's.
     """
 
     cut: SplitLoss
@@ -40,11 +43,36 @@ class Stage:
     rows: PyTree
     key: Any
     aux_format: AuxFormat
+    early: Sequence[Array] = ()
 
     @property
     def index(self) -> Array:
         """Index of this stage along `pp`."""
         return lax.axis_index("pp")
+
+    def with_early_state(self, state: PyTree) -> Stage:
+        """Returns the stage with the state that each microbatch's stack reads.
+
+        A stage runs a microbatch forward while others are under way, and again for
+        backward: what the stack reads must not depend on the tick.
+
+        Args:
+          state: Model state before the first microbatch.
+        """
+        if not self.cut.early:
+            return self
+
+        def advance(early: Sequence[Array], microbatch: Array):
+            turn = Turn(True, microbatch, 0, 0)
+            now = self._with_early(state, early)
+            leaves = self._leaves(self.grad_buffers(0), turn, now)
+            return self.cut.update(leaves), early
+
+        leaves = jax.tree.leaves(state)
+        microbatches = jnp.arange(self.schedule.num_microbatches)
+        start = [leaves[i] for i in self.cut.early]
+        _, early = lax.scan(advance, start, microbatches)
+        return dataclasses.replace(self, early=early)
 
     def grad_buffers(self, chunk: Any) -> Grads:
         """Gradient buffers of one turn: for the stack, the layers of its chunk."""
@@ -129,9 +157,17 @@ class Stage:
             self.rows,
         )
         key = jax.random.fold_in(self.key, turn.microbatch)
+        state = self._with_early(state, [x[turn.microbatch] for x in self.early])
         # The order in which `trace_and_split` flattened the arguments of the loss: the
         # parts of `SplitLoss` take leaves by position.
         return jax.tree.leaves((shards, state, rows, key))
+
+    def _with_early(self, state: PyTree, early: Sequence[Array]) -> PyTree:
+        """Returns the state with other leaves in the place of `cut.early`."""
+        leaves, tree = jax.tree.flatten(state)
+        for place, leaf in zip(self.cut.early, early, strict=False):
+            leaves[place] = leaf
+        return tree.unflatten(leaves)
 
     def _empty_message(self, state: PyTree) -> PyTree:
         first = Turn(True, 0, 0, 0)

@@ -263,7 +263,7 @@ def trace_and_split(
         )
         raise
     check_loss(closed.jaxpr, shards, args, axes, is_split=True)
-    return split_loss(closed, out_tree)
+    return split_loss(closed, out_tree, len(jax.tree.leaves(shards)), args[0])
 
 
 def gradients_of(loss: LossOfShards) -> Callable[..., Any]:
