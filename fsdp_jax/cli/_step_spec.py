@@ -35,7 +35,8 @@ from fsdp_jax.planner import (
     estimate_step,
     gpu_devices,
 )
-from fsdp_jax.training._compiler_options import Options
+from fsdp_jax.sharding._memory_summary import unit_bytes
+from fsdp_jax.training._compiler_options import Options, options_of
 
 Sizes = dict[str, int]
 """Sizes of the mesh's axes, by name."""
@@ -102,7 +103,7 @@ class StepSpec:
           gpu: GPU to compile for.
           sizes: Sizes of the mesh's axes.
           guide: Whether the compiler is told the costs of the cost model.
-          xla_options: Options of the compiler; None for those of a train step.
+          xla_options: Options of the compiler; None for `xla_options()`.
         """
         plan, loss, batch = self._on(self.gpu_mesh(gpu, sizes))
         is_own = isinstance(self.model, UserModel)
@@ -118,6 +119,11 @@ class StepSpec:
             options=xla_options,
             num_microbatches=self.microbatches,
         )
+
+    def xla_options(self, gpu: GPU, sizes: Sizes) -> Options:
+        """Returns the options of the compiler of a train step."""
+        plan, _, _ = self._on(self.gpu_mesh(gpu, sizes))
+        return options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
 
     def count_on_cpu(self, sizes: Sizes) -> CpuCount:
         """Compiles the step for simulated CPUs: memory and communication alone."""

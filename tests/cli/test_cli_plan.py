@@ -125,13 +125,14 @@ def test_a_search_says_what_the_best_schedule_gains(
     knobs = [knob for knob in KNOBS if knob.name in ("unroll", symmetric)]
     monkeypatch.setattr("fsdp_jax.cli._schedule_search.KNOBS", knobs)
     file = tmp_path / "search.json"
-    assert not plan(
-        *(llama, "--seq", "64", "--unroll", "1", "--search"),
-        *("--search-minutes", "60", "--json", str(file)),
-    )
+    step = (llama, "--seq", "64", "--unroll", "1")
+    assert not plan(*step, "--search", "--search-minutes", "60", "--json", str(file))
     out, err = capsys.readouterr()
     found = json.loads(file.read_text())
     default, *others, last = found["search"]["trials"]
+    given = tmp_path / "given.json"
+    assert not plan(*step, "--json", str(given))
+    assert json.loads(given.read_text())["step_seconds"] == default["step_seconds"]
     assert default["changed"] == {} and found["search"]["complete"]
     assert [one["changed"] for one in others] == [{"unroll": 2}, {"unroll": 4}]
     assert last["changed"][symmetric] and not last["measured"]

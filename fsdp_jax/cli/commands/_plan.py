@@ -34,7 +34,7 @@ from fsdp_jax.cli._user_model import UserModel, check_effect, open_user_model
 from fsdp_jax.cli._xla_log import without_xla_lines
 from fsdp_jax.planner import GPU, Search, StepEstimate, gpu_devices
 from fsdp_jax.planner._plot import new_figure
-from fsdp_jax.training._compiler_options import Options, options_of
+from fsdp_jax.training._compiler_options import Options
 
 _AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
 _NO_PLUGIN = (
@@ -316,7 +316,7 @@ def _search(step: StepSpec, gpu: GPU, sizes: Sizes, seconds: float) -> Search:
     def estimate(strategy: Strategy, xla_options: Options) -> StepEstimate:
         strategy.check(sizes)
         changed = dataclasses.replace(step, strategy=strategy)
-        return changed.estimate(gpu, sizes, guide=False, xla_options=xla_options)
+        return changed.estimate(gpu, sizes, xla_options=xla_options)
 
-    xla_options = options_of(step.gpu_mesh(gpu, sizes))
+    xla_options = step.xla_options(gpu, sizes)
     return search_strategy(estimate, step.strategy, xla_options, seconds)
