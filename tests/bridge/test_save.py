@@ -49,6 +49,33 @@ def test_a_round_trip_returns_every_tensor_bit_by_bit(
     assert_same_bytes(theirs, random_tensors(dtype))
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_leads_to_what_is_saved(tmp_path, params, exists):
+    (tmp_path / "disk").mkdir()
+    target, link = tmp_path / "disk/out", tmp_path / "link"
+    if exists:
+        target.mkdir()
+    link.symlink_to(target)
+    bridge.save_hf(link, params, CONFIG)
+    assert link.is_symlink() and [p.name for p in tmp_path.iterdir() if p != link] == [
+        "disk"
+    ]
+    assert_same_bytes(tensors_of(target), random_tensors(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["working directory", "mount point"])
+def test_an_empty_directory_that_cannot_be_replaced_is_refused_at_once(
+    tmp_path, params, monkeypatch, kind
+):
+    if kind == "working directory":
+        monkeypatch.chdir(tmp_path)
+    else:
+        monkeypatch.setattr(type(tmp_path), "is_mount", lambda _: True)
+    with pytest.raises(ValueError, match=facts(str(tmp_path), kind)):
+        bridge.save_hf(tmp_path, params, CONFIG)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_sharded_params_are_gathered_right(tmp_path, params):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
