@@ -71,7 +71,7 @@ def test_an_empty_directory_that_cannot_be_replaced_is_refused_at_once(
         monkeypatch.chdir(tmp_path)
     else:
         monkeypatch.setattr(type(tmp_path), "is_mount", lambda _: True)
-    with pytest.raises(ValueError, match=facts(str(tmp_path), kind)):
+    with pytest.raises(ValueError, match=facts(tmp_path / "checkpoint")):
         bridge.save_hf(tmp_path, params, CONFIG)
     assert not [*tmp_path.iterdir()]
 
