@@ -19,6 +19,7 @@ from fsdp_jax.cli._errors import check_empty
 from fsdp_jax.cli._model_source import Megatron, files_to_carry, open_any
 from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
+from fsdp_jax.cli._orbax_log import be_brief_about_saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Import:
     def run(self) -> None:
         """Loads the weights sharded over all devices, and saves them."""
         check_empty(self.out, "OUT")
+        be_brief_about_saves()
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_any(
             self.model, config=self.config, ignore_fields=self.ignore_field
