@@ -189,9 +189,7 @@ _DEEPSEEK_V3 = DecoderCase(
 )
 # Its router chooses experts of four groups, each on one node.
 _BY_NODE = {"ranks_per_node": 8, "nodes_per_token": 4}
-_BY_NODE_FLOAT8 = dataclasses.replace(
-    _DEEPSEEK_V3, dispatch_dtype="float8", batch_parts=(1, 2, 4), **_BY_NODE
-)
+_BY_NODE_FLOAT8 = dataclasses.replace(_DEEPSEEK_V3, dispatch_dtype="float8", **_BY_NODE)
 DECODERS = {
     "llama-3-8b-cp": DecoderCase(
         LLAMA_3_8B,
@@ -235,9 +233,9 @@ _ROWS_BETWEEN_NODES = {
 }
 
 
-def options_for(plan, case):
+def options_for(plan, case, parts):
     """What XLA is told: what a step of this plan tells it, and what a user has to."""
-    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans), parts)
     if case.ranks_per_node and jax.__version_info__ >= (0, 12):
         options |= _ROWS_BETWEEN_NODES
     return options
@@ -259,7 +257,7 @@ def measure_decoder(name, tx, dump):
 def measure_parts(name, case, parts, tx, dump):
     started = time.perf_counter()
     plan, lowered, memory = case.lower(tx, parts)
-    options = options_for(plan, case)
+    options = options_for(plan, case, parts)
     cost = GPUS["h200"].cost
     scheduled = compile_scheduled(lowered, cost, case.gpus, options)
     if dump:

@@ -106,6 +106,7 @@ class StepSpec:
           xla_options: Options of the compiler; None for `xla_options()`.
         """
         plan, loss, batch = self._on(self.gpu_mesh(gpu, sizes))
+        options = self._options(plan) if xla_options is None else xla_options
         is_own = isinstance(self.model, UserModel)
         rows = jax.tree.leaves(batch)[0].shape[0]
         return estimate_step(
@@ -116,14 +117,18 @@ class StepSpec:
             gpu=gpu,
             tokens=None if is_own else rows * self.seq,
             guide=guide,
-            options=xla_options,
+            options=options,
             num_microbatches=self.microbatches,
         )
 
     def xla_options(self, gpu: GPU, sizes: Sizes) -> Options:
         """Returns the options of the compiler of a train step."""
         plan, _, _ = self._on(self.gpu_mesh(gpu, sizes))
-        return options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+        return self._options(plan)
+
+    def _options(self, plan: fsdp.Plan) -> Options:
+        unit = unit_bytes(plan.mesh, plan.param_plans)
+        return options_of(plan.mesh, unit, self.strategy.batch_parts)
 
     def count_on_cpu(self, sizes: Sizes) -> CpuCount:
         """Compiles the step for simulated CPUs: memory and communication alone."""

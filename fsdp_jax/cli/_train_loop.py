@@ -41,6 +41,8 @@ from fsdp_jax.cli._samples import Samples
 from fsdp_jax.cli._screen import step_screen
 from fsdp_jax.cli._training_data import move_to
 from fsdp_jax.cli._utilization import Utilization, utilization_of
+from fsdp_jax.sharding._memory_summary import unit_bytes
+from fsdp_jax.training._compiler_options import options_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Run:
       loss_fn: Loss from `training_loss`, or from `document_loss`.
       per_token: Whether it is from `document_loss`.
       microbatches: Microbatches a step.
+      batch_parts: Parts of a rank's rows that layers run side by side.
       held_out: Held-out data to evaluate; None for none.
       samples: Prompts to continue; None for none.
       callback: Function called with the metrics of each step; None for none.
@@ -84,6 +87,7 @@ class Run:
     loss_fn: Callable[..., Any]
     per_token: bool = False
     microbatches: int = 1
+    batch_parts: int = 1
     held_out: HeldOut | None = None
     samples: Samples | None = None
     callback: Callback | None = None
@@ -201,6 +205,7 @@ def _make_step(
     rate = run.routing.expert_bias_rate
 
     def make(plan: fsdp.Plan) -> fsdp.training.TrainStep:
+        unit = unit_bytes(plan.mesh, plan.param_plans)
         return fsdp.make_train_step(
             plan,
             run.loss_fn,
@@ -210,6 +215,7 @@ def _make_step(
             calculate_per_token_loss=run.per_token,
             update_model_state=move_biases(rate) if rate else None,
             loss_scale=run.loss_scale,
+            compiler_options=options_for(plan.mesh, None, unit, run.batch_parts),
         )
 
     if run.replay.check_replay is None or run.make_plan is None:

@@ -58,6 +58,13 @@ _EXPERT_PARALLEL = _TENSOR_PARALLEL
 _CONTEXT_PARALLEL: Options = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+# Parts of a batch that run side by side read the same weights and constants, and XLA
+# merges products and small fusions that read the same. What is sent to experts of one
+# part would then wait for the attention of all.
+_PARTS_APART: Options = {
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_disable_hlo_passes": "multi_output_fusion",
+}
 
 
 _MODE = "COLLECTIVE_PIPELINING_MODE_"
@@ -89,6 +96,7 @@ def compiler_options(
     tensor_parallel: bool = False,
     context_parallel: bool = False,
     expert_parallel: bool = False,
+    batch_parts: int = 1,
     pipelining: Pipelining | None = None,
     symmetric_buffers: bool = False,
 ) -> Options:
@@ -110,6 +118,9 @@ def compiler_options(
         and values are communicated as well.
       expert_parallel: Whether the mesh has more than one device on `ep`, so that tokens
         are sent to experts between the gathers of weights.
+      batch_parts: Parts of a rank's rows that layers run side by side, as of
+        `bridge.models.Decoder`. Of more than one, XLA merges no computation of several,
+        which would make one part wait for another.
       pipelining: XLA's own pipelining of collectives over the iterations of a loop,
         which takes the place of units ahead (`FSDPConfig(prefetch=0)`): of "all", or of
         those that are "marked", as the gathers and reductions of units are. It changes
@@ -133,7 +144,12 @@ def compiler_options(
     if context_parallel:
         more = _CONTEXT_PARALLEL
     asked = unmeasured_options(version, pipelining, symmetric_buffers)
-    return {**base, **_thresholds(None), **more, **asked}
+    return {**base, **_thresholds(None), **more, **apart(batch_parts), **asked}
+
+
+def apart(batch_parts: int) -> Options:
+    """Returns the options that keep parts of a batch apart; none of a single one."""
+    return dict(_PARTS_APART) if batch_parts > 1 else {}
 
 
 def unmeasured_options(
@@ -177,12 +193,15 @@ def _known(version: str) -> tuple[int, ...]:
     return known[-1]
 
 
-def options_of(mesh: Mesh, unit_bytes: UnitBytes | None = None) -> Options:
+def options_of(
+    mesh: Mesh, unit_bytes: UnitBytes | None = None, batch_parts: int = 1
+) -> Options:
     """Returns the compiler options for the axes of a mesh and the units of a plan."""
     options = compiler_options(
         tensor_parallel=mesh.shape["tp"] > 1,
         context_parallel=mesh.shape["cp"] > 1,
         expert_parallel=mesh.shape["ep"] > 1,
+        batch_parts=batch_parts,
     )
     return options | _thresholds(unit_bytes)
 
@@ -191,13 +210,14 @@ def options_for(
     mesh: Mesh,
     given: Mapping[str, bool | int | str] | None,
     unit_bytes: UnitBytes | None = None,
+    batch_parts: int = 1,
 ) -> Options:
     """Returns `given`; by default the GPU options on a GPU mesh, else none."""
     if given is not None:
         return dict(given)
     if not _is_of_gpus(mesh):
         return {}
-    return options_of(mesh, unit_bytes)
+    return options_of(mesh, unit_bytes, batch_parts)
 
 
 def _thresholds(unit: UnitBytes | None) -> Options:

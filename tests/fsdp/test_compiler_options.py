@@ -83,6 +83,15 @@ def test_this_xla_knows_every_option(axis):
     assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
 
 
+def test_this_xla_knows_what_keeps_parts_of_a_batch_apart():
+    plain = fsdp.training.compiler_options(batch_parts=1)
+    options = fsdp.training.compiler_options(batch_parts=2)
+    assert plain == fsdp.training.compiler_options()
+    assert options.items() > plain.items() and len(options) == len(plain) + 2
+    assert options == options_for(Mesh("gpu"), None, batch_parts=2)
+    assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
+
+
 @pytest.mark.parametrize("mode", pipelining_modes())
 def test_this_xla_knows_the_options_that_are_not_measured(mode):
     plain = fsdp.training.compiler_options()

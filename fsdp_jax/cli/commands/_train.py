@@ -245,6 +245,7 @@ def _make_run(train: Train, config: TrainConfig, origin: Origin) -> Run:
         per_token=documents and not config.data.has_pairs,
         held_out=_hold_out(train, origin, config),
         samples=make_samples(train.evaluation, origin, config.data, train.steps),
+        batch_parts=train.strategy.batch_parts,
         routing=config.routing,
         loss_scale=config.precision.scale(),
         replay=train.replay,
