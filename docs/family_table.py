@@ -23,6 +23,7 @@ _MIXERS = {
     "lightning": "lightning attention",
     "mamba": "Mamba 2",
     "mamba1": "Mamba 1",
+    "rg_lru": "RG-LRU",
 }
 
 

@@ -106,6 +106,7 @@ from bridge.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    recurrent_gemma,
     sarvam_mla,
     sarvam_moe,
     seed_oss,
@@ -138,7 +139,7 @@ _MODULES = (
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
-    olmo_hybrid,
+    *(olmo_hybrid, recurrent_gemma),
 )
 
 

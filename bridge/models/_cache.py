@@ -18,6 +18,8 @@ from bridge.models._layer_state import (
     LightningState,
     Mamba1State,
     MambaState,
+    RGLRUMemory,
+    RGLRUState,
     TwoKeyValues,
 )
 
@@ -49,6 +51,7 @@ def empty_cache(
         "lightning": _lightning_state,
         "mamba": _mamba_state,
         "mamba1": _mamba1_state,
+        "rg_lru": _rg_lru_state,
         "attention_mamba": _attention_mamba_state,
     }
     caches: list[LayerState | None] = []
@@ -190,6 +193,20 @@ def _mamba1_state(
     return Mamba1State(
         jnp.zeros((*dims, sizes.kernel_size - 1, sizes.num_channels), dtype),
         jnp.zeros(memory, jnp.promote_types(dtype, jnp.float32)),
+    )
+
+
+def _rg_lru_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> RGLRUState:
+    del slots
+    sizes = config.rg_lru
+    assert sizes is not None
+    heads, wide = (sizes.num_heads, sizes.head_dim), jnp.promote_types(dtype, "float32")
+    hidden = jnp.zeros((*dims, *heads), wide)
+    return RGLRUState(
+        jnp.zeros((*dims, sizes.kernel_size - 1, *heads), dtype),
+        RGLRUMemory(hidden, jnp.zeros(dims, jnp.bool_)),
     )
 
 

@@ -94,6 +94,7 @@ class DecoderConfig(DecoderFields):
       lightning: Factors of the layers of type `lightning`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
       mamba1: Sizes of the layers of type `mamba1`; None without any.
+      rg_lru: Sizes of the layers of type `rg_lru`; None without any.
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
         of the token; None for True where there is neither `rope` nor ALiBi.
@@ -297,6 +298,7 @@ _MIXERS: dict[str, Mixer | None] = {
     "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
+    "rg_lru": "rg_lru",
     "attention_mamba": "attention_mamba",
     "none": None,
 }

@@ -19,6 +19,7 @@ _PARTS = {
     "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
+    "rg_lru": "rg_lru",
     "attention_mamba": "mamba",
 }
 """Fields with the sizes that layers of a type need."""
@@ -226,6 +227,8 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("swiglu_limit: gated_mlp is not set")
     if config.moe and config.hidden_act == "xielu":
         wrong.append("hidden_act 'xielu': experts have no learned activation")
+    if config.rg_lru and config.hidden_act == "xielu":
+        wrong.append("hidden_act 'xielu': rg_lru has no learned activation")
     if config.moe and config.moe.expert_bias and not config.gated_mlp:
         wrong.append("moe.expert_bias: only gated experts have biases")
     if config.tie_word_embeddings and config.head_bias:

@@ -23,6 +23,7 @@ from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._per_layer_input_config import PerLayerInputConfig
 from bridge.models._query_scale_config import QueryScaleConfig
 from bridge.models._residual_factors_config import ResidualFactorsConfig
+from bridge.models._rg_lru_config import RGLRUConfig
 from bridge.models._rope_config import RopeConfig
 from bridge.models._short_conv_config import ShortConvConfig
 
@@ -38,6 +39,7 @@ LayerType = Literal[
     "lightning",
     "mamba",
     "mamba1",
+    "rg_lru",
     "attention_mamba",
     "none",
 ]
@@ -111,6 +113,7 @@ class DecoderFields:
     lightning: LightningConfig | None = None
     mamba: MambaConfig | None = None
     mamba1: Mamba1Config | None = None
+    rg_lru: RGLRUConfig | None = None
     rope: RopeConfig | None = RopeConfig()
     learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
     position_offset: int = 0

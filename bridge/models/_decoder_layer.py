@@ -79,8 +79,8 @@ class LayerOutput(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Decoder layer: mixer and MLP, each normed and added to the residual stream.
 
-    The mixer is `self_attn`, `short_conv`, `delta_net`, `lightning`, `mamba` or
-    `mamba1`, by the layer's kind, or `self_attn` and `mamba` side by side.
+    The mixer is `self_attn`, `short_conv`, `delta_net`, `lightning`, `mamba`, `mamba1`
+    or `rg_lru`, by the layer's kind, or `self_attn` and `mamba` side by side.
 
     Args:
       config: Config of the decoder.

@@ -21,6 +21,7 @@ from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE
 from bridge.models._norm import Norm
+from bridge.models._rg_lru import RGLRU
 from bridge.models._self_attention import LatentAttention, SelfAttention
 from bridge.models._shared_attention import SharedAttention
 from bridge.models._short_conv import ShortConv
@@ -31,6 +32,7 @@ RECURRENT_MIXERS = {
     "lightning": LightningAttention,
     "mamba": Mamba,
     "mamba1": Mamba1,
+    "rg_lru": RGLRU,
 }
 """Mixers with a state, by the attribute of a layer that holds each."""
 

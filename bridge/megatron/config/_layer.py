@@ -65,6 +65,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "residual_factors": (None, "it has no multiplier of the residual stream"),
     "mamba": (None, "its Mamba layers are not modelled"),
     "mamba1": (None, "it has no Mamba 1 layers"),
+    "rg_lru": (None, "it has no recurrent units"),
     "norm_scale": (True, "its norms have a scale"),
     "qk_norm_after_rope": (False, "it norms heads before the rope"),
     "head_bias": (False, "its output layer has no bias"),
