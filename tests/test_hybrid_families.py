@@ -106,6 +106,10 @@ CASES = {
         {"block_types": ["recurrent", "attention"]},
         stack="layers",
     ),
+    "heads that subtract over tp": Case("diffllama", {"tp": 2}, EVEN),
+    "heads that subtract over pp": Case(
+        "diffllama", {"pp": 2}, {"num_hidden_layers": 4}, "layers"
+    ),
     "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
     "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.

@@ -250,13 +250,26 @@ def attend_cached(
     Returns:
       Weighted averages of the values, and the cache with the new tokens.
     """
-    rows = jnp.arange(slots.shape[0])[:, None]
-    key = cache.key.at[rows, slots].set(new.key)
-    value = cache.value.at[rows, slots].set(new.value)
+    key, value = store_new(new, cache, slots)
     mask = visible_slots(slots, key.shape[1], window, first)[:, None]
     mask = mask if selected is None else mask & selected
     mixed = attend(query, key, value, scale, mask, softcap, sinks)
     return mixed, KeyValues(key, value)
+
+
+def store_new(new: KeyValues, cache: KeyValues, slots: Slots) -> KeyValues:
+    """Writes new tokens to the cache.
+
+    Args:
+      new: Keys and values of the new tokens.
+      cache: Cache of the previous tokens.
+      slots: Slots of the new tokens.
+    """
+    rows = jnp.arange(slots.shape[0])[:, None]
+    return KeyValues(
+        cache.key.at[rows, slots].set(new.key),
+        cache.value.at[rows, slots].set(new.value),
+    )
 
 
 def visible_slots(

@@ -76,6 +76,8 @@ class DecoderConfig(DecoderFields):
         its head.
       attention_gate_per_head: Whether that is one number a head, which has no bias.
       clip_qkv: Bound on queries, keys and values; None for no bound.
+      differential_attention: Whether heads attend in pairs, of which one subtracts from
+        the other.
       mla: Sizes of latent attention; None for grouped-query attention.
       full_attention: Sizes of full-attention layers among sliding ones, where they
         differ; None for those of all layers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bridge.models._decoder_fields import DecoderFields
+from bridge.models._differential_consistency import inconsistent_differences
 from bridge.models._entry_consistency import (
     inconsistent_connections,
     inconsistent_entries,
@@ -63,7 +64,7 @@ def inconsistencies(config: DecoderFields) -> list[str]:
         )
     wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
     wrong += _inconsistent_sharing(config) + _inconsistent_branch(config)
-    wrong += _inconsistent_residuals(config)
+    wrong += _inconsistent_residuals(config) + inconsistent_differences(config)
     wrong += _inconsistent_streams(config) + inconsistent_entries(config)
     wrong += inconsistent_connections(config) + inconsistent_hashes(config)
     return wrong + _inconsistent_layers(config)

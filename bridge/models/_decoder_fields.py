@@ -101,6 +101,7 @@ class DecoderFields:
     attention_gate: bool = False
     attention_gate_per_head: bool = False
     clip_qkv: float | None = None
+    differential_attention: bool = False
     mla: MLAConfig | None = None
     full_attention: FullAttentionConfig | None = None
     kv_sharing: KVSharingConfig | None = None

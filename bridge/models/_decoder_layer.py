@@ -183,7 +183,8 @@ class DecoderLayer(nnx.Module):
           per_layer: Inputs that differ between layers: `window`, the attention window
             in tokens, `table`, the index of the rotary table, `experts`, those of each
             token if the router is not to choose them, `input`, what the layer has of
-            each token, and `slopes`, the decays of its lightning attention.
+            each token, `slopes`, the decays of its lightning attention, and
+            `lambda_start`, the first factor of its differential attention.
           tables: Tables of the positions; None if layers read none.
           segment_ids: Segment of each token in a packed row; None for one segment.
           cache: Cache of the previous tokens; None without a cache.
@@ -209,6 +210,7 @@ class DecoderLayer(nnx.Module):
             shared,
             per_layer.get("input"),
             per_layer.get("slopes"),
+            per_layer.get("lambda_start"),
         )
         if self.batch_parts == 1 or slots is not None:
             return self._run(x, selected, experts, inputs, cache)

@@ -12,6 +12,7 @@ from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
+from bridge.models._differential_attention import DifferentialAttention
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._lightning import LightningAttention
@@ -128,6 +129,8 @@ def make_attention(
         make = BlockSparseAttention
     elif full is not None and kind.is_full:
         make = partial(SelfAttention, shared_key_value=full.shared_key_value)
+    if config.differential_attention:
+        make = DifferentialAttention
     if config.compressed_attention is not None:
         make = partial(CompressedAttention, compresses=kind.compresses)
     if config.kv_sharing is not None:

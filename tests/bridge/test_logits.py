@@ -292,6 +292,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         "recurrent_gemma",
         {"final_logit_softcapping": 20.0},
     ),
+    "epsilon of differences": ("diffllama", {"norm_eps": 1e-2}),
     "half turned beside Mamba": ("bamba", {"rope.partial_rotary_factor": 1.0}),
 }
 

@@ -978,6 +978,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         **ALTERNATING,
     },
+    "diffllama": {
+        "model_type": "diffllama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 10,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",
         "num_hidden_layers": 4,
