@@ -24,6 +24,7 @@ from bridge.families import (
     deepseek_v4,
     deepseek_v32,
     diffllama,
+    doge,
     dots1,
     ernie4_5,
     ernie4_5_moe,
@@ -140,7 +141,7 @@ _MODULES = (
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
-    *(olmo_hybrid, recurrent_gemma, diffllama),
+    *(olmo_hybrid, recurrent_gemma, diffllama, doge),
 )
 
 

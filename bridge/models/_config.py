@@ -78,6 +78,8 @@ class DecoderConfig(DecoderFields):
       clip_qkv: Bound on queries, keys and values; None for no bound.
       differential_attention: Whether heads attend in pairs, of which one subtracts from
         the other.
+      dynamic_mask_size: Longest row of attention whose keys have a bias, made of their
+        values; None for keys without one.
       mla: Sizes of latent attention; None for grouped-query attention.
       full_attention: Sizes of full-attention layers among sliding ones, where they
         differ; None for those of all layers.
@@ -137,6 +139,8 @@ class DecoderConfig(DecoderFields):
         added to the residual stream.
       residual_factors: Factors of the stream and of the outputs of attention and MLP,
         each its own; None for those of `residual_multiplier`.
+      learned_residual: Whether the stream that the outputs of attention and MLP are
+        added to is multiplied by learned factors.
       logit_scale: Factor of the logits.
       logits_scaling: Divisor of the logits.
       moe: Config of the experts; None if all layers are dense.
@@ -183,8 +187,9 @@ class DecoderConfig(DecoderFields):
 
     @property
     def qk_dim(self) -> int:
-        """Width of a query or key head in the scores, with the two dims of ALiBi."""
-        return self.head_dim + (0 if self.alibi_bias_max is None else 2)
+        """Width of a query or key head in the scores, with the dims of biases."""
+        biased = 0 if self.dynamic_mask_size is None else 1
+        return self.head_dim + biased + (0 if self.alibi_bias_max is None else 2)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -318,5 +323,6 @@ _SIZES = (
     "max_position_embeddings",
     "sliding_window",
     "attention_chunk_size",
+    "dynamic_mask_size",
     "laurel_rank",
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bridge.models._decoder_fields import DecoderFields
-from bridge.models._differential_consistency import inconsistent_differences
 from bridge.models._entry_consistency import (
     inconsistent_connections,
     inconsistent_entries,
     inconsistent_hashes,
 )
+from bridge.models._heads_consistency import inconsistent_heads
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
@@ -64,7 +64,7 @@ def inconsistencies(config: DecoderFields) -> list[str]:
         )
     wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
     wrong += _inconsistent_sharing(config) + _inconsistent_branch(config)
-    wrong += _inconsistent_residuals(config) + inconsistent_differences(config)
+    wrong += _inconsistent_residuals(config) + inconsistent_heads(config)
     wrong += _inconsistent_streams(config) + inconsistent_entries(config)
     wrong += inconsistent_connections(config) + inconsistent_hashes(config)
     return wrong + _inconsistent_layers(config)
@@ -151,6 +151,8 @@ def _inconsistent_residuals(config: DecoderFields) -> list[str]:
         ]
     if config.norm_placement == "in_stream":
         given.append("norm_placement 'in_stream'")
+    if config.learned_residual:
+        given.append("learned_residual")
     if config.residual_factors is not None:
         given.append("residual_factors")
         if config.norm_placement.startswith("parallel"):
@@ -163,6 +165,10 @@ def _inconsistent_residuals(config: DecoderFields) -> list[str]:
         for name in beside
         if getattr(config, name)
     ]
+    if config.learned_residual and config.norm_placement.startswith("parallel"):
+        wrong.append(
+            f"learned_residual: not beside norm_placement {config.norm_placement!r}"
+        )
     if config.residual_factors and config.residual_multiplier != 1:
         wrong.append("residual_factors and residual_multiplier: one of both")
     if config.lightning and config.residual_factors is None:

@@ -102,6 +102,7 @@ class DecoderFields:
     attention_gate_per_head: bool = False
     clip_qkv: float | None = None
     differential_attention: bool = False
+    dynamic_mask_size: int | None = None
     mla: MLAConfig | None = None
     full_attention: FullAttentionConfig | None = None
     kv_sharing: KVSharingConfig | None = None
@@ -139,6 +140,7 @@ class DecoderFields:
     residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
     residual_factors: ResidualFactorsConfig | None = None
+    learned_residual: bool = False
     logit_scale: float = 1.0
     logits_scaling: float = 1.0
     moe: MoEConfig | None = None

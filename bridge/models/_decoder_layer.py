@@ -46,7 +46,7 @@ from bridge.models._norm import Norm
 from bridge.models._per_layer_input import PerLayerInput
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
-from bridge.models._residual import residuals
+from bridge.models._residual import StreamFactors, residuals
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 from bridge.models._shared_attention import SharedAttention, SharedStream
@@ -162,6 +162,10 @@ class DecoderLayer(nnx.Module):
             mixer = HyperConnection(config, **options)
             mlp = HyperConnection(config, **options)
         self.mixer_connection, self.mlp_connection = mixer, mlp
+        size = (config.hidden_size, param_dtype)
+        learned = config.learned_residual
+        self.mixer_factors = StreamFactors(*size) if learned else None
+        self.mlp_factors = StreamFactors(*size) if learned else None
 
     def __call__(
         self,
@@ -338,7 +342,7 @@ class DecoderLayer(nnx.Module):
             return x + self.constrain(both, "output"), routed
         mixer_output = self.constrain(mixer_output, "output")
         mixer_output = _apply(self.post_attention_layernorm, mixer_output)
-        x = self.mixer_residual.add(x, mixer_output)
+        x = self.mixer_residual.add(_apply(self.mixer_factors, x), mixer_output)
         if residual is not None:
             x = scale_by(x + residual, 2**-0.5)
         return self._feed(x, experts)
@@ -363,7 +367,7 @@ class DecoderLayer(nnx.Module):
         # Experts beside a dense MLP norm the stream themselves.
         y, routed = self._feedforward(self.constrain(normed, "input"), experts, x)
         y = _apply(self.post_feedforward_layernorm, self.constrain(y, "output"))
-        return self.mlp_residual.add(x, y), routed
+        return self.mlp_residual.add(_apply(self.mlp_factors, x), y), routed
 
     def _feedforward(
         self, x: Stream, experts: Experts | None, stream: Stream | None = None
@@ -380,7 +384,7 @@ def _output(
     return LayerOutput(stream, stats, cache, experts)
 
 
-def _apply(norm: Norm | None, x: Stream) -> Stream:
+def _apply(norm: Norm | StreamFactors | None, x: Stream) -> Stream:
     return x if norm is None else norm(x)
 
 

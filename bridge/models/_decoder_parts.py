@@ -13,6 +13,7 @@ from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
 from bridge.models._differential_attention import DifferentialAttention
+from bridge.models._dynamic_mask_attention import DynamicMaskAttention
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._lightning import LightningAttention
@@ -131,6 +132,8 @@ def make_attention(
         make = partial(SelfAttention, shared_key_value=full.shared_key_value)
     if config.differential_attention:
         make = DifferentialAttention
+    elif config.dynamic_mask_size is not None:
+        make = DynamicMaskAttention
     if config.compressed_attention is not None:
         make = partial(CompressedAttention, compresses=kind.compresses)
     if config.kv_sharing is not None:

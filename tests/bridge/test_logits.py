@@ -293,6 +293,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         {"final_logit_softcapping": 20.0},
     ),
     "epsilon of differences": ("diffllama", {"norm_eps": 1e-2}),
+    "window of biased keys": ("doge", {"sliding_window": 8}),
     "half turned beside Mamba": ("bamba", {"rope.partial_rotary_factor": 1.0}),
 }
 

@@ -986,6 +986,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
+    "doge": {
+        "model_type": "doge",
+        "head_dim": 16,
+        "mlp_bias": True,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "sliding_window": 12,
+        "keep_window_size": 64,
+    },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",
         "num_hidden_layers": 4,

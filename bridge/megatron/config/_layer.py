@@ -43,6 +43,8 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "final_logit_softcapping": (None, "it has no softcap"),
     "clip_qkv": (None, "it does not clip"),
     "differential_attention": (False, "its heads subtract nothing"),
+    "dynamic_mask_size": (None, "its keys have no bias"),
+    "learned_residual": (False, "it has no multiplier of the residual stream"),
     "full_attention": (None, "all its layers have heads of one width"),
     "kv_sharing": (None, "each of its layers has keys and values of its own"),
     "per_layer_input": (None, "its layers have no inputs of their own"),
