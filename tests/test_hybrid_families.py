@@ -111,6 +111,7 @@ CASES = {
         "diffllama", {"pp": 2}, {"num_hidden_layers": 4}, "layers"
     ),
     "biases of keys over tp": Case("doge", {"tp": 2}, EVEN),
+    "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),
     "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
     "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.

@@ -98,6 +98,7 @@ from bridge.families import (
     olmo_hybrid,
     olmoe,
     opt,
+    persimmon,
     phi,
     phi3,
     phimoe,
@@ -141,7 +142,7 @@ _MODULES = (
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
-    *(olmo_hybrid, recurrent_gemma, diffllama, doge),
+    *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon),
 )
 
 

@@ -62,6 +62,7 @@ class DecoderConfig(DecoderFields):
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
         each head with its own scale (`per_head`), all heads as one vector (`full`),
         each head with a rope without a scale (`l2`), or none (None).
+      qk_norm_bias: Whether these norms, layer norms, add a bias.
       value_norm: Whether each value head is normed, without a scale.
       qk_norm_after_rope: Whether that norm follows the rotary embedding.
       query_pre_attn_scalar: Value whose power of -1/2 scales the scores; None for

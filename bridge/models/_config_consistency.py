@@ -253,6 +253,10 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
     if config.qk_norm_after_rope and config.qk_norm is None:
         wrong.append("qk_norm_after_rope is set, but qk_norm is None")
+    if config.qk_norm_bias and config.qk_norm in (None, "l2"):
+        wrong.append(f"qk_norm_bias is set, but qk_norm is {config.qk_norm!r}")
+    if config.qk_norm_bias and not config.norm.startswith("layer"):
+        wrong.append(f"qk_norm_bias: norm {config.norm!r} has no bias")
     if config.value_norm and config.mla:
         wrong.append("value_norm: latent attention has none")
     if config.position_offset < 0 or (config.position_offset and config.rope):

@@ -91,6 +91,7 @@ class DecoderFields:
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: Literal["head", "per_head", "full", "l2"] | None = None
+    qk_norm_bias: bool = False
     value_norm: bool = False
     qk_norm_after_rope: bool = False
     query_pre_attn_scalar: float | None = None

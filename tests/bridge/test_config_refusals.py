@@ -11,7 +11,7 @@ from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields, searched_laye
 import bridge
 
 TURNED_IN_PART = {
-    *("sarvam_moe", "solar_open", "bamba", "recurrent_gemma"),
+    *("sarvam_moe", "solar_open", "bamba", "recurrent_gemma", "persimmon"),
     *("phi", "phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"),
     "minimax_m3_vl_text",
     *("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),

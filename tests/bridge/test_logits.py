@@ -294,6 +294,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "epsilon of differences": ("diffllama", {"norm_eps": 1e-2}),
     "window of biased keys": ("doge", {"sliding_window": 8}),
+    "half turned behind norms": ("persimmon", {"rope.partial_rotary_factor": 1.0}),
+    "squared activation": ("persimmon", {"hidden_act": "relu"}),
     "half turned beside Mamba": ("bamba", {"rope.partial_rotary_factor": 1.0}),
 }
 

@@ -192,6 +192,7 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
     },
     "gpt_bigcode": GPT2_NAMES,
     "gpt_neox": {"num_key_value_heads": None},
+    "persimmon": {"num_key_value_heads": None},
     "bloom": {
         "intermediate_size": None,
         "num_key_value_heads": None,
@@ -994,6 +995,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "sliding_window": 12,
         "keep_window_size": 64,
+    },
+    "persimmon": {"model_type": "persimmon"},
+    "persimmon-plain": {
+        "model_type": "persimmon",
+        "qk_layernorm": False,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 1.0,
+        "hidden_act": "gelu",
     },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",

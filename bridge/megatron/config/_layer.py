@@ -71,6 +71,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "rg_lru": (None, "it has no recurrent units"),
     "norm_scale": (True, "its norms have a scale"),
     "qk_norm_after_rope": (False, "it norms heads before the rope"),
+    "qk_norm_bias": (False, "its norms of heads have no bias of their own"),
     "head_bias": (False, "its output layer has no bias"),
     "mlp_sizes": ((), "all its MLPs have one width"),
     "position_offset": (0, "its positions begin at row 0"),
