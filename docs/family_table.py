@@ -102,4 +102,6 @@ def _positions(family: Family) -> str:
         return "rotary"
     if constants.get("alibi_bias_max") is not None:
         return "ALiBi"
+    if constants.get("sinusoidal_positions"):
+        return "sines"
     return "learned" if constants.get("learned_positions", True) else ""

@@ -112,6 +112,7 @@ CASES = {
     ),
     "biases of keys over tp": Case("doge", {"tp": 2}, EVEN),
     "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),
+    "sines over pp": Case("xglm", {"pp": 2}, stack="layers"),
     "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
     "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.

@@ -103,6 +103,8 @@ class DecoderConfig(DecoderFields):
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
         of the token; None for True where there is neither `rope` nor ALiBi.
+      sinusoidal_positions: Whether sines and cosines of the position are added to the
+        embedding of the token.
       position_offset: Number of rows of the learned positions before the row of
         position 0.
       sliding_rope: Rotary embedding of layers of type `sliding_attention`; None for
@@ -120,7 +122,7 @@ class DecoderConfig(DecoderFields):
       scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
         rounded to their dtype.
       multipliers: Factors inside of layers; None for 1 everywhere.
-      embedding_multiplier: Factor of the embeddings.
+      embedding_multiplier: Factor of the embeddings of tokens.
       embedding_norm: Whether embeddings are normed before the first layer.
       per_layer_input: Sizes of the inputs that each layer has of each token; None for
         none.

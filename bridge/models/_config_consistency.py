@@ -249,6 +249,11 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("attention_gate_per_head: attention_gate is not set")
     if config.rope is not None and config.learned_positions:
         wrong.append("learned_positions: not beside a rope")
+    if config.sinusoidal_positions:
+        if config.rope or config.learned_positions:
+            wrong.append("sinusoidal_positions: neither beside a rope nor learned ones")
+        if config.hidden_size < 4:
+            wrong.append(f"sinusoidal_positions: hidden_size {config.hidden_size} < 4")
     if config.alibi_bias_max is not None and (config.rope or config.mla):
         wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
     if config.qk_norm_after_rope and config.qk_norm is None:

@@ -119,6 +119,7 @@ class DecoderFields:
     rg_lru: RGLRUConfig | None = None
     rope: RopeConfig | None = RopeConfig()
     learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
+    sinusoidal_positions: bool = False
     position_offset: int = 0
     sliding_rope: RopeConfig | None = None
     attention_chunk_size: int | None = None

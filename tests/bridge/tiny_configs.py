@@ -193,6 +193,13 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt_bigcode": GPT2_NAMES,
     "gpt_neox": {"num_key_value_heads": None},
     "persimmon": {"num_key_value_heads": None},
+    "xglm": {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "attention_heads",
+        "intermediate_size": "ffn_dim",
+        "num_key_value_heads": None,
+    },
     "bloom": {
         "intermediate_size": None,
         "num_key_value_heads": None,
@@ -1003,6 +1010,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "partial_rotary_factor": 1.0,
         "hidden_act": "gelu",
+    },
+    "xglm": {"model_type": "xglm", **TWO},
+    "xglm-odd": {
+        "model_type": "xglm",
+        "hidden_size": 45,
+        "num_attention_heads": 3,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "activation_function": "relu",
+        **TWO,
     },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",

@@ -74,6 +74,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "qk_norm_bias": (False, "its norms of heads have no bias of their own"),
     "head_bias": (False, "its output layer has no bias"),
     "mlp_sizes": ((), "all its MLPs have one width"),
+    "sinusoidal_positions": (False, "its positions are learned or rotary"),
     "position_offset": (0, "its positions begin at row 0"),
     "sliding_rope": (None, "all its layers have one rope"),
 }
