@@ -11,6 +11,7 @@ from bridge.families import (
     apertus,
     arcee,
     bamba,
+    biogpt,
     bloom,
     codegen,
     cohere,
@@ -143,7 +144,7 @@ _MODULES = (
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
-    *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm),
+    *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
 )
 
 

@@ -193,6 +193,7 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt_bigcode": GPT2_NAMES,
     "gpt_neox": {"num_key_value_heads": None},
     "persimmon": {"num_key_value_heads": None},
+    "biogpt": {"num_key_value_heads": None},
     "xglm": {
         "hidden_size": "d_model",
         "num_hidden_layers": "num_layers",
@@ -1022,6 +1023,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "activation_function": "relu",
         **TWO,
     },
+    "biogpt": {"model_type": "biogpt", **TWO},
+    "biogpt-unscaled": {"model_type": "biogpt", "scale_embedding": False, **TWO},
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",
         "num_hidden_layers": 4,
