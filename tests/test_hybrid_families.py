@@ -113,6 +113,8 @@ CASES = {
     "biases of keys over tp": Case("doge", {"tp": 2}, EVEN),
     "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),
     "sines over pp": Case("xglm", {"pp": 2}, stack="layers"),
+    "experts beside shared ones over ep": Case("aria", {"ep": 2}),
+    "experts beside shared ones over tp": Case("aria", {"tp": 2}, EVEN),
     "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
     "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.

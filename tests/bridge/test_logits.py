@@ -299,6 +299,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
+    "softmax beside shared experts": ("aria", {"moe.scoring": "softmax"}),
     "half turned beside Mamba": ("bamba", {"rope.partial_rotary_factor": 1.0}),
 }
 

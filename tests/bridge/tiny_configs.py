@@ -1025,6 +1025,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "biogpt": {"model_type": "biogpt", **TWO},
     "biogpt-unscaled": {"model_type": "biogpt", "scale_embedding": False, **TWO},
+    "aria": {
+        "model_type": "aria_text",
+        "intermediate_size": 24,
+        "moe_num_experts": 8,
+        "moe_topk": 3,
+        "attention_bias": True,
+        "head_dim": 16,
+    },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",
         "num_hidden_layers": 4,
