@@ -70,6 +70,12 @@ def test_a_row_of_which_keys_would_be_masked_is_refused():
         model.extend(tokens[:, :1], jnp.zeros((1, 1), jnp.int32), cache)
 
 
+def test_rows_that_devices_have_in_parts_are_refused():
+    said = ("positions", "dynamic_mask_size", "cp=1")
+    with pytest.raises(ValueError, match=facts(*said)):
+        Decoder(tiny(), rngs=nnx.Rngs(0), positions=lambda tokens: tokens)
+
+
 def test_experts_are_refused():
     with pytest.raises(ValueError, match=facts("is_moe", "True")):
         bridge.from_hf_config(hf_fields("doge", is_moe=True))
