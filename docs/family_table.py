@@ -14,7 +14,9 @@ _HEAD = (
     "| Beside attention | cp | Megatron |"
 )
 _RELEASE_FILES = dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "refined_web")
-_WHOLE_ROWS = ("indexer", "block_indexer", "compressed_attention")
+_WHOLE_ROWS = (
+    *("indexer", "block_indexer", "compressed_attention", "dynamic_mask_size"),
+)
 """Parts of attention that read rows of which no device has all."""
 
 _MIXERS = {
@@ -23,6 +25,7 @@ _MIXERS = {
     "lightning": "lightning attention",
     "mamba": "Mamba 2",
     "mamba1": "Mamba 1",
+    "rg_lru": "RG-LRU",
 }
 
 
@@ -91,7 +94,7 @@ def _mixers(family: Family) -> list[str]:
 
 def _has_part(family: Family, part: str) -> bool:
     targets = [t for name, f in family.fields.items() for t in f.targets(name)]
-    read = any(target.startswith(f"{part}.") for target in targets)
+    read = any(target == part or target.startswith(f"{part}.") for target in targets)
     return read or part in family.optional
 
 
@@ -101,4 +104,6 @@ def _positions(family: Family) -> str:
         return "rotary"
     if constants.get("alibi_bias_max") is not None:
         return "ALiBi"
+    if constants.get("sinusoidal_positions"):
+        return "sines"
     return "learned" if constants.get("learned_positions", True) else ""

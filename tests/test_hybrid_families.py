@@ -99,6 +99,22 @@ CASES = {
     "lightning attention over pp": Case("minimax", {"pp": 2}, stack="layers"),
     "decays of each dim over tp": Case("kimi_linear", {"tp": 2}, EVEN),
     "heads by type of layer over tp": Case("mimo_v2_flash", {"tp": 2}, EVEN),
+    "gated recurrences over tp": Case("recurrent_gemma", {"tp": 2}, EVEN),
+    "gated recurrences over pp": Case(
+        "recurrent_gemma",
+        {"pp": 2},
+        {"block_types": ["recurrent", "attention"]},
+        stack="layers",
+    ),
+    "heads that subtract over tp": Case("diffllama", {"tp": 2}, EVEN),
+    "heads that subtract over pp": Case(
+        "diffllama", {"pp": 2}, {"num_hidden_layers": 4}, "layers"
+    ),
+    "biases of keys over tp": Case("doge", {"tp": 2}, EVEN),
+    "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),
+    "sines over pp": Case("xglm", {"pp": 2}, stack="layers"),
+    "experts beside shared ones over ep": Case("aria", {"ep": 2}),
+    "experts beside shared ones over tp": Case("aria", {"tp": 2}, EVEN),
     "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
     "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.
@@ -182,6 +198,7 @@ def test_a_step_of_two_devices_is_that_of_one(name):
         ("qwen3_next", "delta_net"),
         ("granitemoehybrid", "mamba"),
         ("jamba-dense", "mamba1"),
+        ("recurrent_gemma", "rg_lru"),
         ("lfm2", "short_conv"),
     ],
 )
@@ -236,6 +253,7 @@ def test_a_mixer_over_cp_has_the_outputs_and_gradients_of_whole_rows(variant, mi
         ("qwen3_next", 4, ["num_key_heads 2"]),
         ("granitemoehybrid", 3, ["mamba.num_heads 4"]),
         ("mamba", 5, ["mamba1.num_channels 96"]),
+        ("recurrent_gemma", 3, ["rg_lru.num_heads 4"]),
     ],
 )
 def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, sizes):
@@ -246,7 +264,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, size
 
 HYBRIDS = [
     *("lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2", "mamba"),
-    *("jamba", "minimax"),
+    *("jamba", "minimax", "recurrent_gemma"),
 ]
 
 
@@ -261,7 +279,8 @@ def test_of_a_mixer_ranks_share_all_matrices_but_what_heads_share(variant):
     of_mixers = [p for p in paths if any(f".{m}." in p for m in MIXERS)]
     whole = {p for p in of_mixers if p not in rules}
     assert of_mixers
-    assert all("norm" in p or ".b_" in p or ".c_" in p for p in whole)
+    shared = ("norm", ".b_", ".c_", "o_proj.bias")
+    assert all(any(part in p for part in shared) for p in whole)
 
 
 MIXERS = {

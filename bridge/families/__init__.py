@@ -10,7 +10,9 @@ from bridge.families import (
     afmoe,
     apertus,
     arcee,
+    aria,
     bamba,
+    biogpt,
     bloom,
     codegen,
     cohere,
@@ -23,6 +25,8 @@ from bridge.families import (
     deepseek_v3,
     deepseek_v4,
     deepseek_v32,
+    diffllama,
+    doge,
     dots1,
     ernie4_5,
     ernie4_5_moe,
@@ -96,6 +100,7 @@ from bridge.families import (
     olmo_hybrid,
     olmoe,
     opt,
+    persimmon,
     phi,
     phi3,
     phimoe,
@@ -106,6 +111,7 @@ from bridge.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    recurrent_gemma,
     sarvam_mla,
     sarvam_moe,
     seed_oss,
@@ -114,6 +120,7 @@ from bridge.families import (
     stablelm,
     starcoder2,
     vaultgemma,
+    xglm,
     youtu,
 )
 from bridge.families._family import Family
@@ -138,7 +145,8 @@ _MODULES = (
     *(exaone_moe, flex_olmo, hy_v3, afmoe, bamba, nanochat, gpt_neo, falcon_mamba),
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
-    olmo_hybrid,
+    *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
+    aria,
 )
 
 

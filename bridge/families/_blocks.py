@@ -103,9 +103,11 @@ def head_norms(
         ),
         "full": (_Q[1], _KV[1]),
     }[config.qk_norm]
+    leaves = [("weight", "scale"), *([("bias", "bias")] * config.qk_norm_bias)]
     return tuple(
-        Rule(f"{at}{name}.weight", f"self_attn.{ours}.scale", layout)
-        for name, ours, layout in zip(names, ("q_norm", "k_norm"), layouts, strict=True)
+        Rule(f"{at}{name}.{theirs}", f"self_attn.{norm}.{leaf}", layout)
+        for theirs, leaf in leaves
+        for name, norm, layout in zip(names, ("q_norm", "k_norm"), layouts, strict=True)
     )
 
 

@@ -54,6 +54,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "qwen2_moe": _sizes(151936, 2048, 5632, 24, 16),
     "olmoe": _sizes(50304, 2048, None, 16, 16),
     "qwen3_moe": _sizes(151936, 2048, 6144, 24, 32),
+    "aria_text": _sizes(32000, 4096, None, 32, 32),
     "mixtral": _sizes(32000, 4096, None, 32, 32),
     "gpt_oss": _sizes(201088, 2880, None, 36, 64),
     "deepseek_v2": _sizes(102400, 4096, 11008, 32, 32),

@@ -163,4 +163,11 @@ def _mixer_sizes(config: DecoderConfig) -> Sizes:
             "channel_state": mamba1.state_size,
             "step_rank": mamba1.time_step_rank,
         }
+    if (rg_lru := config.rg_lru) is not None:
+        sizes |= {
+            "conv_kernel": rg_lru.kernel_size,
+            "lru_heads": rg_lru.num_heads,
+            "lru_dim": rg_lru.head_dim,
+            "lru_dim_out": rg_lru.head_dim,
+        }
     return sizes

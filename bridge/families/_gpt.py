@@ -43,3 +43,22 @@ def _write_inner(config: DecoderConfig) -> dict[str, Any]:
 
 INNER = FieldTransform(("n_inner",), _read_inner, _write_inner, {"n_inner": None})
 """The width of the MLP, four times the model's unless the file says another."""
+
+
+def scaled_embeddings(width: str) -> FieldTransform:
+    """Reads whether embeddings are multiplied by the root of their width.
+
+    Args:
+      width: Field of the width.
+    """
+    name = "scale_embedding"
+
+    def read(fields: Mapping[str, Any]) -> dict[str, Any]:
+        # A factor in float32, whatever the dtype of the weights.
+        factor = fields[width] ** 0.5 if fields[name] else 1.0
+        return {"embedding_multiplier": factor}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {name: config.embedding_multiplier != 1}
+
+    return FieldTransform((name,), read, write, {name: True})

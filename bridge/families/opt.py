@@ -30,7 +30,8 @@ _NORMS = {
 }
 
 
-def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    """A layer with norms before attention and MLP, and biases everywhere."""
     del kind
     inner = ungated_mlp(config, "fc1", "fc2")
     return attention(config, out="out_proj") + inner + norms(_NORMS, bias=True)
@@ -45,7 +46,7 @@ def _key_mapping(prefix: str) -> KeyMapping:
     )
     return KeyMapping(
         lambda config: (*of_all(config), positions),
-        Layers(prefix + "layers.{layer}.", _layer),
+        Layers(prefix + "layers.{layer}.", layer),
     )
 
 

@@ -37,6 +37,7 @@ from bridge.models import (
     MultipliersConfig,
     PerLayerInputConfig,
     ResidualFactorsConfig,
+    RGLRUConfig,
     ShortConvConfig,
 )
 from bridge.models._config_consistency import MAX_LAYERS
@@ -60,6 +61,7 @@ _PARTS = {
     "residual_factors": ResidualFactorsConfig,
     "mamba": MambaConfig,
     "mamba1": Mamba1Config,
+    "rg_lru": RGLRUConfig,
     "multipliers": MultipliersConfig,
 }
 

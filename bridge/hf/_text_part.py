@@ -12,7 +12,7 @@ from bridge.hf._config_file import THINKER
 # is none of them: all of its prompt attends to all of it.
 MULTIMODAL = frozenset(
     """
-    audioflamingo3 aya_vision blip-2 cohere2_vision deepseek_vl deepseek_vl_hybrid
+    aria audioflamingo3 aya_vision blip-2 cohere2_vision deepseek_vl deepseek_vl_hybrid
     exaone4_5 fast_vlm fun_asr_nano gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v
     glm4v_moe glmasr got_ocr2 granite_docling granite_speech granite_speech_plus
     hyperclovax_vision_v2 idefics2 idefics3 instructblip instructblipvideo internvl

@@ -78,6 +78,7 @@ from bridge.models._recurrence import plain_recurrence as plain_recurrence
 from bridge.models._residual_factors_config import (
     ResidualFactorsConfig as ResidualFactorsConfig,
 )
+from bridge.models._rg_lru_config import RGLRUConfig as RGLRUConfig
 from bridge.models._rope_config import RopeConfig as RopeConfig
 from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._sample import GREEDY as GREEDY

@@ -18,6 +18,8 @@ from bridge.models._layer_state import (
     LightningState,
     Mamba1State,
     MambaState,
+    RGLRUMemory,
+    RGLRUState,
     TwoKeyValues,
 )
 
@@ -49,6 +51,7 @@ def empty_cache(
         "lightning": _lightning_state,
         "mamba": _mamba_state,
         "mamba1": _mamba1_state,
+        "rg_lru": _rg_lru_state,
         "attention_mamba": _attention_mamba_state,
     }
     caches: list[LayerState | None] = []
@@ -193,6 +196,20 @@ def _mamba1_state(
     )
 
 
+def _rg_lru_state(
+    config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
+) -> RGLRUState:
+    del slots
+    sizes = config.rg_lru
+    assert sizes is not None
+    heads, wide = (sizes.num_heads, sizes.head_dim), jnp.promote_types(dtype, "float32")
+    hidden = jnp.zeros((*dims, *heads), wide)
+    return RGLRUState(
+        jnp.zeros((*dims, sizes.kernel_size - 1, *heads), dtype),
+        RGLRUMemory(hidden, jnp.zeros(dims, jnp.bool_)),
+    )
+
+
 def _attention_mamba_state(
     config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
 ) -> AttentionMambaState:
@@ -233,13 +250,26 @@ def attend_cached(
     Returns:
       Weighted averages of the values, and the cache with the new tokens.
     """
-    rows = jnp.arange(slots.shape[0])[:, None]
-    key = cache.key.at[rows, slots].set(new.key)
-    value = cache.value.at[rows, slots].set(new.value)
+    key, value = store_new(new, cache, slots)
     mask = visible_slots(slots, key.shape[1], window, first)[:, None]
     mask = mask if selected is None else mask & selected
     mixed = attend(query, key, value, scale, mask, softcap, sinks)
     return mixed, KeyValues(key, value)
+
+
+def store_new(new: KeyValues, cache: KeyValues, slots: Slots) -> KeyValues:
+    """Writes new tokens to the cache.
+
+    Args:
+      new: Keys and values of the new tokens.
+      cache: Cache of the previous tokens.
+      slots: Slots of the new tokens.
+    """
+    rows = jnp.arange(slots.shape[0])[:, None]
+    return KeyValues(
+        cache.key.at[rows, slots].set(new.key),
+        cache.value.at[rows, slots].set(new.value),
+    )
 
 
 def visible_slots(

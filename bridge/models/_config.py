@@ -62,6 +62,7 @@ class DecoderConfig(DecoderFields):
       qk_norm: Norm of queries and keys: each head with one shared scale (`head`),
         each head with its own scale (`per_head`), all heads as one vector (`full`),
         each head with a rope without a scale (`l2`), or none (None).
+      qk_norm_bias: Whether these norms, layer norms, add a bias.
       value_norm: Whether each value head is normed, without a scale.
       qk_norm_after_rope: Whether that norm follows the rotary embedding.
       query_pre_attn_scalar: Value whose power of -1/2 scales the scores; None for
@@ -76,6 +77,10 @@ class DecoderConfig(DecoderFields):
         its head.
       attention_gate_per_head: Whether that is one number a head, which has no bias.
       clip_qkv: Bound on queries, keys and values; None for no bound.
+      differential_attention: Whether heads attend in pairs, of which one subtracts from
+        the other.
+      dynamic_mask_size: Longest row of attention whose keys have a bias, made of their
+        values; None for keys without one.
       mla: Sizes of latent attention; None for grouped-query attention.
       full_attention: Sizes of full-attention layers among sliding ones, where they
         differ; None for those of all layers.
@@ -94,9 +99,12 @@ class DecoderConfig(DecoderFields):
       lightning: Factors of the layers of type `lightning`; None without any.
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
       mamba1: Sizes of the layers of type `mamba1`; None without any.
+      rg_lru: Sizes of the layers of type `rg_lru`; None without any.
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
         of the token; None for True where there is neither `rope` nor ALiBi.
+      sinusoidal_positions: Whether sines and cosines of the position are added to the
+        embedding of the token.
       position_offset: Number of rows of the learned positions before the row of
         position 0.
       sliding_rope: Rotary embedding of layers of type `sliding_attention`; None for
@@ -114,7 +122,7 @@ class DecoderConfig(DecoderFields):
       scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
         rounded to their dtype.
       multipliers: Factors inside of layers; None for 1 everywhere.
-      embedding_multiplier: Factor of the embeddings.
+      embedding_multiplier: Factor of the embeddings of tokens.
       embedding_norm: Whether embeddings are normed before the first layer.
       per_layer_input: Sizes of the inputs that each layer has of each token; None for
         none.
@@ -134,6 +142,8 @@ class DecoderConfig(DecoderFields):
         added to the residual stream.
       residual_factors: Factors of the stream and of the outputs of attention and MLP,
         each its own; None for those of `residual_multiplier`.
+      learned_residual: Whether the stream that the outputs of attention and MLP are
+        added to is multiplied by learned factors.
       logit_scale: Factor of the logits.
       logits_scaling: Divisor of the logits.
       moe: Config of the experts; None if all layers are dense.
@@ -180,8 +190,9 @@ class DecoderConfig(DecoderFields):
 
     @property
     def qk_dim(self) -> int:
-        """Width of a query or key head in the scores, with the two dims of ALiBi."""
-        return self.head_dim + (0 if self.alibi_bias_max is None else 2)
+        """Width of a query or key head in the scores, with the dims of biases."""
+        biased = 0 if self.dynamic_mask_size is None else 1
+        return self.head_dim + biased + (0 if self.alibi_bias_max is None else 2)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -297,6 +308,7 @@ _MIXERS: dict[str, Mixer | None] = {
     "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
+    "rg_lru": "rg_lru",
     "attention_mamba": "attention_mamba",
     "none": None,
 }
@@ -314,5 +326,6 @@ _SIZES = (
     "max_position_embeddings",
     "sliding_window",
     "attention_chunk_size",
+    "dynamic_mask_size",
     "laurel_rank",
 )

@@ -8,6 +8,7 @@ from bridge.models._entry_consistency import (
     inconsistent_entries,
     inconsistent_hashes,
 )
+from bridge.models._heads_consistency import inconsistent_heads
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
@@ -19,6 +20,7 @@ _PARTS = {
     "lightning": "lightning",
     "mamba": "mamba",
     "mamba1": "mamba1",
+    "rg_lru": "rg_lru",
     "attention_mamba": "mamba",
 }
 """Fields with the sizes that layers of a type need."""
@@ -62,7 +64,7 @@ def inconsistencies(config: DecoderFields) -> list[str]:
         )
     wrong += _inconsistent_indexers(config) + _inconsistent_blocks(config)
     wrong += _inconsistent_sharing(config) + _inconsistent_branch(config)
-    wrong += _inconsistent_residuals(config)
+    wrong += _inconsistent_residuals(config) + inconsistent_heads(config)
     wrong += _inconsistent_streams(config) + inconsistent_entries(config)
     wrong += inconsistent_connections(config) + inconsistent_hashes(config)
     return wrong + _inconsistent_layers(config)
@@ -149,6 +151,8 @@ def _inconsistent_residuals(config: DecoderFields) -> list[str]:
         ]
     if config.norm_placement == "in_stream":
         given.append("norm_placement 'in_stream'")
+    if config.learned_residual:
+        given.append("learned_residual")
     if config.residual_factors is not None:
         given.append("residual_factors")
         if config.norm_placement.startswith("parallel"):
@@ -161,6 +165,10 @@ def _inconsistent_residuals(config: DecoderFields) -> list[str]:
         for name in beside
         if getattr(config, name)
     ]
+    if config.learned_residual and config.norm_placement.startswith("parallel"):
+        wrong.append(
+            f"learned_residual: not beside norm_placement {config.norm_placement!r}"
+        )
     if config.residual_factors and config.residual_multiplier != 1:
         wrong.append("residual_factors and residual_multiplier: one of both")
     if config.lightning and config.residual_factors is None:
@@ -226,6 +234,8 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("swiglu_limit: gated_mlp is not set")
     if config.moe and config.hidden_act == "xielu":
         wrong.append("hidden_act 'xielu': experts have no learned activation")
+    if config.rg_lru and config.hidden_act == "xielu":
+        wrong.append("hidden_act 'xielu': rg_lru has no learned activation")
     if config.moe and config.moe.expert_bias and not config.gated_mlp:
         wrong.append("moe.expert_bias: only gated experts have biases")
     if config.tie_word_embeddings and config.head_bias:
@@ -239,10 +249,19 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("attention_gate_per_head: attention_gate is not set")
     if config.rope is not None and config.learned_positions:
         wrong.append("learned_positions: not beside a rope")
+    if config.sinusoidal_positions:
+        if config.rope or config.learned_positions:
+            wrong.append("sinusoidal_positions: neither beside a rope nor learned ones")
+        if config.hidden_size < 4:
+            wrong.append(f"sinusoidal_positions: hidden_size {config.hidden_size} < 4")
     if config.alibi_bias_max is not None and (config.rope or config.mla):
         wrong.append("alibi_bias_max: neither beside a rope nor latent attention")
     if config.qk_norm_after_rope and config.qk_norm is None:
         wrong.append("qk_norm_after_rope is set, but qk_norm is None")
+    if config.qk_norm_bias and config.qk_norm in (None, "l2"):
+        wrong.append(f"qk_norm_bias is set, but qk_norm is {config.qk_norm!r}")
+    if config.qk_norm_bias and not config.norm.startswith("layer"):
+        wrong.append(f"qk_norm_bias: norm {config.norm!r} has no bias")
     if config.value_norm and config.mla:
         wrong.append("value_norm: latent attention has none")
     if config.position_offset < 0 or (config.position_offset and config.rope):

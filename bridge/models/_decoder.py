@@ -49,6 +49,7 @@ from bridge.models._router_stats import RouterStats
 from bridge.models._routes import Routes, check_routes
 from bridge.models._scale import scale_by
 from bridge.models._start import Start
+from bridge.models._token_embedding import scale_embeddings, sinusoids
 from bridge.models._token_experts import TokenExperts
 
 
@@ -190,7 +191,7 @@ class Decoder(nnx.Module):
           positions: Position of each token in its text; None for those of the
             decoder's own `positions`, by default from 0 in each row. Rotary embedding
             depends only on differences, so positions need not restart for packed
-            texts; learned positions must.
+            texts; learned positions and sines must.
           segment_ids: Segment of each token in a packed row; None for one segment per
             row.
 
@@ -386,13 +387,12 @@ class Decoder(nnx.Module):
         return (x if streams is None else streams.join(x)), ys
 
     def _embed(self, tokens: Ids, positions: Ids) -> Stream:
-        x = self.embed_tokens(tokens)
+        x = scale_embeddings(self.config, self.embed_tokens(tokens))
+        rows = positions + self.config.position_offset
         if self.embed_positions is not None:
-            x = x + self.embed_positions(positions + self.config.position_offset)
-        if self.config.scale_embeddings:
-            # The factor is rounded to the dtype of the weights, as in training.
-            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
-        x = scale_by(x, self.config.embedding_multiplier)
+            x = x + self.embed_positions(rows)
+        if self.config.sinusoidal_positions:
+            x = x + sinusoids(rows, self.config.hidden_size, x.dtype)
         x = x if self.embed_norm is None else self.embed_norm(x)
         if self.config.residual_in_fp32:
             x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -23,6 +23,7 @@ from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._per_layer_input_config import PerLayerInputConfig
 from bridge.models._query_scale_config import QueryScaleConfig
 from bridge.models._residual_factors_config import ResidualFactorsConfig
+from bridge.models._rg_lru_config import RGLRUConfig
 from bridge.models._rope_config import RopeConfig
 from bridge.models._short_conv_config import ShortConvConfig
 
@@ -38,6 +39,7 @@ LayerType = Literal[
     "lightning",
     "mamba",
     "mamba1",
+    "rg_lru",
     "attention_mamba",
     "none",
 ]
@@ -89,6 +91,7 @@ class DecoderFields:
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: Literal["head", "per_head", "full", "l2"] | None = None
+    qk_norm_bias: bool = False
     value_norm: bool = False
     qk_norm_after_rope: bool = False
     query_pre_attn_scalar: float | None = None
@@ -99,6 +102,8 @@ class DecoderFields:
     attention_gate: bool = False
     attention_gate_per_head: bool = False
     clip_qkv: float | None = None
+    differential_attention: bool = False
+    dynamic_mask_size: int | None = None
     mla: MLAConfig | None = None
     full_attention: FullAttentionConfig | None = None
     kv_sharing: KVSharingConfig | None = None
@@ -111,8 +116,10 @@ class DecoderFields:
     lightning: LightningConfig | None = None
     mamba: MambaConfig | None = None
     mamba1: Mamba1Config | None = None
+    rg_lru: RGLRUConfig | None = None
     rope: RopeConfig | None = RopeConfig()
     learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
+    sinusoidal_positions: bool = False
     position_offset: int = 0
     sliding_rope: RopeConfig | None = None
     attention_chunk_size: int | None = None
@@ -135,6 +142,7 @@ class DecoderFields:
     residual_in_fp32: bool = False
     residual_multiplier: float = 1.0
     residual_factors: ResidualFactorsConfig | None = None
+    learned_residual: bool = False
     logit_scale: float = 1.0
     logits_scaling: float = 1.0
     moe: MoEConfig | None = None

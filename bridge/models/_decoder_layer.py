@@ -46,7 +46,7 @@ from bridge.models._norm import Norm
 from bridge.models._per_layer_input import PerLayerInput
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
-from bridge.models._residual import residuals
+from bridge.models._residual import StreamFactors, residuals
 from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 from bridge.models._shared_attention import SharedAttention, SharedStream
@@ -79,8 +79,8 @@ class LayerOutput(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Decoder layer: mixer and MLP, each normed and added to the residual stream.
 
-    The mixer is `self_attn`, `short_conv`, `delta_net`, `lightning`, `mamba` or
-    `mamba1`, by the layer's kind, or `self_attn` and `mamba` side by side.
+    The mixer is `self_attn`, `short_conv`, `delta_net`, `lightning`, `mamba`, `mamba1`
+    or `rg_lru`, by the layer's kind, or `self_attn` and `mamba` side by side.
 
     Args:
       config: Config of the decoder.
@@ -162,6 +162,10 @@ class DecoderLayer(nnx.Module):
             mixer = HyperConnection(config, **options)
             mlp = HyperConnection(config, **options)
         self.mixer_connection, self.mlp_connection = mixer, mlp
+        size = (config.hidden_size, param_dtype)
+        learned = config.learned_residual
+        self.mixer_factors = StreamFactors(*size) if learned else None
+        self.mlp_factors = StreamFactors(*size) if learned else None
 
     def __call__(
         self,
@@ -183,7 +187,8 @@ class DecoderLayer(nnx.Module):
           per_layer: Inputs that differ between layers: `window`, the attention window
             in tokens, `table`, the index of the rotary table, `experts`, those of each
             token if the router is not to choose them, `input`, what the layer has of
-            each token, and `slopes`, the decays of its lightning attention.
+            each token, `slopes`, the decays of its lightning attention, and
+            `lambda_start`, the first factor of its differential attention.
           tables: Tables of the positions; None if layers read none.
           segment_ids: Segment of each token in a packed row; None for one segment.
           cache: Cache of the previous tokens; None without a cache.
@@ -209,6 +214,7 @@ class DecoderLayer(nnx.Module):
             shared,
             per_layer.get("input"),
             per_layer.get("slopes"),
+            per_layer.get("lambda_start"),
         )
         if self.batch_parts == 1 or slots is not None:
             return self._run(x, selected, experts, inputs, cache)
@@ -336,7 +342,7 @@ class DecoderLayer(nnx.Module):
             return x + self.constrain(both, "output"), routed
         mixer_output = self.constrain(mixer_output, "output")
         mixer_output = _apply(self.post_attention_layernorm, mixer_output)
-        x = self.mixer_residual.add(x, mixer_output)
+        x = self.mixer_residual.add(_apply(self.mixer_factors, x), mixer_output)
         if residual is not None:
             x = scale_by(x + residual, 2**-0.5)
         return self._feed(x, experts)
@@ -361,7 +367,7 @@ class DecoderLayer(nnx.Module):
         # Experts beside a dense MLP norm the stream themselves.
         y, routed = self._feedforward(self.constrain(normed, "input"), experts, x)
         y = _apply(self.post_feedforward_layernorm, self.constrain(y, "output"))
-        return self.mlp_residual.add(x, y), routed
+        return self.mlp_residual.add(_apply(self.mlp_factors, x), y), routed
 
     def _feedforward(
         self, x: Stream, experts: Experts | None, stream: Stream | None = None
@@ -378,7 +384,7 @@ def _output(
     return LayerOutput(stream, stats, cache, experts)
 
 
-def _apply(norm: Norm | None, x: Stream) -> Stream:
+def _apply(norm: Norm | StreamFactors | None, x: Stream) -> Stream:
     return x if norm is None else norm(x)
 
 

@@ -12,6 +12,8 @@ from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
+from bridge.models._differential_attention import DifferentialAttention
+from bridge.models._dynamic_mask_attention import DynamicMaskAttention
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._lightning import LightningAttention
@@ -21,6 +23,7 @@ from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE
 from bridge.models._norm import Norm
+from bridge.models._rg_lru import RGLRU
 from bridge.models._self_attention import LatentAttention, SelfAttention
 from bridge.models._shared_attention import SharedAttention
 from bridge.models._short_conv import ShortConv
@@ -31,6 +34,7 @@ RECURRENT_MIXERS = {
     "lightning": LightningAttention,
     "mamba": Mamba,
     "mamba1": Mamba1,
+    "rg_lru": RGLRU,
 }
 """Mixers with a state, by the attribute of a layer that holds each."""
 
@@ -126,6 +130,10 @@ def make_attention(
         make = BlockSparseAttention
     elif full is not None and kind.is_full:
         make = partial(SelfAttention, shared_key_value=full.shared_key_value)
+    if config.differential_attention:
+        make = DifferentialAttention
+    elif config.dynamic_mask_size is not None:
+        make = DynamicMaskAttention
     if config.compressed_attention is not None:
         make = partial(CompressedAttention, compresses=kind.compresses)
     if config.kv_sharing is not None:

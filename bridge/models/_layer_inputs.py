@@ -8,6 +8,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._config import DecoderConfig
 from bridge.models._decoder_fields import COMPRESSIONS
+from bridge.models._differential_attention import lambda_starts
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._lightning import lightning_slopes
 from bridge.models._position_tables import STEP, PositionTables
@@ -85,7 +86,8 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
     Returns:
       `table`, the index of each layer's tables, and `window`, its attention window in
       tokens; neither where all layers share one. `slopes`, the decays of lightning
-      attention, where a layer has it.
+      attention, where a layer has it. `lambda_start`, the factor of each layer by which
+      one head of a pair subtracts from the other before training, where they do.
     """
     values, uses = {}, _distinct(config)
     if len(uses) > 1 and config.full_attention is None:
@@ -96,6 +98,8 @@ def per_layer(config: DecoderConfig) -> dict[str, np.ndarray]:
         values["window"] = np.asarray(windows, np.int32)
     if any(kind.mixer == "lightning" for kind in config.layer_kinds):
         values["slopes"] = lightning_slopes(config)
+    if config.differential_attention:
+        values["lambda_start"] = lambda_starts(config)
     return values
 
 

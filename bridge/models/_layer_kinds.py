@@ -12,6 +12,7 @@ Mixer = Literal[
     "lightning",
     "mamba",
     "mamba1",
+    "rg_lru",
     "attention_mamba",
 ]
 """Part of a layer in which tokens see those before them.

@@ -43,6 +43,8 @@ class MixerInputs(NamedTuple):
       shared: Stream and the keys and values that layers share; None if they do not.
       own_input: Input that the layer has of each token; None for none.
       slopes: Decays of lightning attention in this layer; None for none.
+      lambda_start: First factor of differential attention in this layer; None for other
+        attention.
     """
 
     tables: PositionTables
@@ -54,6 +56,7 @@ class MixerInputs(NamedTuple):
     shared: SharedStream | None = None
     own_input: Float[Array, "batch seq size"] | None = None
     slopes: Float[Array, "1 1 heads"] | None = None
+    lambda_start: Float[Array, ""] | None = None
 
 
 class MixerOutput(NamedTuple):
@@ -115,13 +118,16 @@ def run_attention(
       inputs: What it reads beside `x`.
     """
     own, window = inputs.tables, inputs.window
+    start = {} if inputs.lambda_start is None else {"start": inputs.lambda_start}
     if inputs.slots is not None and cache is not None:
         if isinstance(attention, CompressedAttention):
             assert isinstance(cache, CompressedKeyValues)
             return MixerOutput(*attention.extend(x, own, cache, inputs.slots, window))
         if isinstance(cache, KeyValues | IndexedKeyValues):
-            return MixerOutput(*attention.extend(x, own, cache, inputs.slots, window))
-    return MixerOutput(attention(x, own, inputs.segment_ids, window), cache)
+            return MixerOutput(
+                *attention.extend(x, own, cache, inputs.slots, window, **start)
+            )
+    return MixerOutput(attention(x, own, inputs.segment_ids, window, **start), cache)
 
 
 def run_indexed_attention(

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 class KeyValues(NamedTuple):
@@ -117,6 +117,30 @@ class Mamba1State(NamedTuple):
     memory: Float[Array, "batch channels state"]
 
 
+class RGLRUMemory(NamedTuple):
+    """Memory of a real-gated linear recurrent unit.
+
+    Attributes:
+      hidden: State of each channel, at least in float32.
+      begun: Whether a row has tokens so far.
+    """
+
+    hidden: Float[Array, "batch heads head_dim"]
+    begun: Bool[Array, " batch"]
+
+
+class RGLRUState(NamedTuple):
+    """State of a real-gated linear recurrent unit.
+
+    Attributes:
+      x: Inputs of the channels' convolution of the last tokens.
+      memory: State of the recurrence.
+    """
+
+    x: Float[Array, "batch before heads head_dim"]
+    memory: RGLRUMemory
+
+
 class AttentionMambaState(NamedTuple):
     """State of attention and a Mamba 2 mixer side by side.
 
@@ -146,5 +170,6 @@ LayerState = (
     | LightningState
     | MambaState
     | Mamba1State
+    | RGLRUState
     | AttentionMambaState
 )

@@ -70,6 +70,7 @@ def check_whole_rows(config: DecoderConfig, subject: str) -> None:
         "indexer": "selects among all keys of a row",
         "block_indexer": "selects among all blocks of a row",
         "compressed_attention": "has entries of all windows of a row",
+        "dynamic_mask_size": "bounds the keys of a row",
     }
     wrong = [f"{k} {why}" for k, why in parts.items() if getattr(config, k) is not None]
     if wrong:

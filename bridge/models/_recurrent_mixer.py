@@ -62,10 +62,10 @@ class RecurrentMixer(nnx.Module):
     def _recur(
         self,
         made: Any,
-        memory: Array | None,
+        memory: Any,
         segment_ids: Array | None,
         is_token: Mask,
-    ) -> tuple[Heads, Array]:
+    ) -> tuple[Heads, Any]:
         """Runs the recurrence over convolved projections.
 
         Args:

@@ -2,13 +2,34 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
 
 from bridge.models._config import DecoderConfig
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._scale import scale_by
 
 Stream = Float[Array, "batch seq embed"]
+
+
+class StreamFactors(nnx.Module):
+    """Learned factors of the residual stream, one a dim.
+
+    Args:
+      size: Width of the stream.
+      param_dtype: Dtype of the parameters.
+
+    Source: transformers `modeling_doge.py::DogeDecoderLayer`.
+    """
+
+    def __init__(self, size: int, param_dtype: DTypeLike):
+        """Initializes factors of 1."""
+        self.scale = nnx.Param(jnp.ones(size, param_dtype))
+
+    def __call__(self, x: Stream) -> Stream:
+        """Returns the stream, multiplied."""
+        return x * jnp.expand_dims(self.scale[...], (0, 1))
 
 
 class Residual(NamedTuple):

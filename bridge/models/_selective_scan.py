@@ -57,25 +57,40 @@ def selective_scan(
         decay = jnp.exp(step[..., None] * rate)
         decay = jnp.where(begins[..., None, None], 0, decay)
         added = (step * x)[..., None] * b[:, :, None]
-        decays, sums = jax.lax.associative_scan(_after, (decay, added), axis=1)
+        decays, sums = jax.lax.associative_scan(combine, (decay, added), axis=1)
         states = sums + decays * state[:, None]
         return states[:, -1], (states * c[:, :, None]).sum(-1)
 
-    parts = *(part.astype(wide) for part in (x, b, c, step)), _begins(x, segment_ids)
+    parts = (
+        *(part.astype(wide) for part in (x, b, c, step)),
+        begins_segment(x, segment_ids),
+    )
     chunks = tuple(_to_chunks(part, size) for part in parts)
     state, out = jax.lax.scan(chunk, state.astype(wide), chunks)
     return jnp.moveaxis(out, 0, 1).reshape(batch, -1, channels)[:, :seq], state
 
 
-def _after(
+def combine(
     before: tuple[Array, Array], then: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """Combines what two runs of tokens do to a state, one after the other."""
+    """Combines what two runs of tokens do to a state, one after the other.
+
+    Args:
+      before: Decay and addend of the first run.
+      then: Those of the second.
+    """
     return before[0] * then[0], before[1] * then[0] + then[1]
 
 
-def _begins(x: Array, ids: Int[Array, "batch seq"] | None) -> Bool[Array, "batch seq"]:
-    """Returns which tokens begin a segment that follows another of their row."""
+def begins_segment(
+    x: Array, ids: Int[Array, "batch seq"] | None
+) -> Bool[Array, "batch seq"]:
+    """Returns which tokens begin a segment that follows another of their row.
+
+    Args:
+      x: Inputs, whose first dims are those of the tokens.
+      ids: Segment of each token; None for one segment.
+    """
     if ids is None:
         return jnp.zeros(x.shape[:2], jnp.bool_)
     return jnp.concatenate([jnp.zeros_like(ids[:, :1]), jnp.diff(ids)], axis=1) != 0

@@ -351,6 +351,7 @@ def _head_norm(
         config.norm,
         config.norm_eps,
         scale=config.qk_norm != "l2",
+        bias=config.qk_norm_bias,
         dims=2 if config.qk_norm == "full" else 1,
         param_dtype=param_dtype,
     )

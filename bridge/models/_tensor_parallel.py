@@ -48,6 +48,13 @@ _COLUMNS |= {
     "mamba1.x_conv.bias": -1,
     "mamba1.a_log": -2,
     "mamba1.skip": -1,
+    **{f"rg_lru.{name}_proj.kernel": -2 for name in "zx"},
+    **{f"rg_lru.{name}_proj.bias": -2 for name in "zx"},
+    "rg_lru.x_conv.kernel": -3,
+    "rg_lru.x_conv.bias": -2,
+    **{f"rg_lru.{name}_gate.kernel": -3 for name in ("input", "decay")},
+    **{f"rg_lru.{name}_gate.bias": -2 for name in ("input", "decay")},
+    "rg_lru.decay_rate": -2,
     "short_conv.in_proj.kernel": -1,
     "short_conv.in_proj.bias": -1,
     "short_conv.conv.kernel": -2,
@@ -61,6 +68,7 @@ _ROWS = {
     "lightning.o_proj.kernel": -3,
     "mamba.o_proj.kernel": -3,
     **{f"mamba1.{name}_proj.kernel": -2 for name in ("step", "b", "c", "o")},
+    "rg_lru.o_proj.kernel": -3,
     "short_conv.out_proj.kernel": -2,
     "down_proj.kernel": -2,
     "experts.down_proj": -2,
@@ -138,6 +146,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["mamba.num_heads"] = mamba.num_heads
     if "mamba1" in mixers and (channels := config.mamba1) is not None:
         sizes["mamba1.num_channels"] = channels.num_channels
+    if "rg_lru" in mixers and (units := config.rg_lru) is not None:
+        sizes["rg_lru.num_heads"] = units.num_heads
     if "short_conv" in mixers:
         sizes["hidden_size"] = config.hidden_size
     dense = any(kind.channels == "dense" for kind in config.layer_kinds)

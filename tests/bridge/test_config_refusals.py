@@ -11,7 +11,7 @@ from tiny_configs import FAMILIES, VARIANTS, YARN_ROPE, hf_fields, searched_laye
 import bridge
 
 TURNED_IN_PART = {
-    *("sarvam_moe", "solar_open", "bamba"),
+    *("sarvam_moe", "solar_open", "bamba", "recurrent_gemma", "persimmon"),
     *("phi", "phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"),
     "minimax_m3_vl_text",
     *("gpt_neox", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
@@ -20,7 +20,7 @@ TURNED_IN_PART = {
 # attention, or another field in its place.
 WITHOUT_FACTOR = {
     *("gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba", "mamba2", "jamba"),
-    *("gpt_neo", "falcon_mamba", "codegen"),
+    *("gpt_neo", "falcon_mamba", "codegen", "xglm", "biogpt"),
 }
 # Whose layers of each kind have a rope of their own: the field beside is not read.
 BY_LAYER_TYPE = {"gemma4_text", "mellum", "lfm3", "deepseek_v4", "mimo_v2_flash"}
@@ -28,7 +28,7 @@ NOT_WHOLE = TURNED_IN_PART | WITHOUT_FACTOR | BY_LAYER_TYPE
 # Whose attention has no positions, so that the field changes no number.
 NOTHING_TO_TURN = {
     *("bloom", "gpt2", "gpt_bigcode", "jamba", "mamba", "mamba2", "mpt", "nemotron_h"),
-    *("opt", "gpt_neo", "falcon_mamba", "kimi_linear"),
+    *("opt", "gpt_neo", "falcon_mamba", "kimi_linear", "xglm", "biogpt"),
 }
 WITHOUT_POSITIONS = {"granitemoehybrid", *NOTHING_TO_TURN}
 WHOLE = [

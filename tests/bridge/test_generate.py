@@ -29,7 +29,8 @@ VARIANTS = [
     *("falcon_h1", "mamba2", "bloom", "ministral3", "llama4", "mamba", "jamba"),
     *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n", "lfm2_moe", "lfm3"),
     *("deepseek_v4", "minimax_m3", "longcat_flash", "mimo_v2_flash", "minimax"),
-    *("kimi_linear", "cohere2_moe", "olmo_hybrid"),
+    *("kimi_linear", "cohere2_moe", "olmo_hybrid", "recurrent_gemma"),
+    *("diffllama", "doge", "persimmon", "xglm", "biogpt", "aria"),
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.

@@ -283,6 +283,23 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "scores that are not scaled": ("gpt_neo", {"attention_multiplier": 12**-0.5}),
     "window of local layers": ("gpt_neo", {"sliding_window": 8}),
     "epsilon in a mixer": ("falcon_mamba", {"mamba1.norm_eps": 1e-6}),
+    "window beside recurrences": ("recurrent_gemma", {"sliding_window": 8}),
+    "half turned beside recurrences": (
+        "recurrent_gemma",
+        {"rope.partial_rotary_factor": 1.0},
+    ),
+    "logit cap beside recurrences": (
+        "recurrent_gemma",
+        {"final_logit_softcapping": 20.0},
+    ),
+    "epsilon of differences": ("diffllama", {"norm_eps": 1e-2}),
+    "window of biased keys": ("doge", {"sliding_window": 8}),
+    "half turned behind norms": ("persimmon", {"rope.partial_rotary_factor": 1.0}),
+    "squared activation": ("persimmon", {"hidden_act": "relu"}),
+    "rows of sines": ("xglm", {"position_offset": 1}),
+    "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
+    "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
+    "softmax beside shared experts": ("aria", {"moe.scoring": "softmax"}),
     "half turned beside Mamba": ("bamba", {"rope.partial_rotary_factor": 1.0}),
 }
 

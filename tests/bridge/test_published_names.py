@@ -317,8 +317,8 @@ def test_defaults_of_classes_are_those_of_transformers(model_type):
     [
         ({"model_type": "paligemma"}, ["'paligemma'", "'llama'", "llava"]),
         (
-            {"text_config": {"model_type": "xglm"}},
-            ["'llava'", "'xglm'", "gemma3_text"],
+            {"text_config": {"model_type": "ctrl"}},
+            ["'llava'", "'ctrl'", "gemma3_text"],
         ),
         ({"text_config": {}}, ["'llava'", "'None'"]),
     ],

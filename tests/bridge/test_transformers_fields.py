@@ -97,6 +97,7 @@ def logits_of(config: PreTrainedConfig) -> torch.Tensor:
     tokens = torch.arange(12)[None] % SIZES["vocab_size"]
     with torch.no_grad():
         out = model(tokens, labels=tokens, use_cache=True)
-        (name,) = CACHES & set(out)
-        more = model(tokens[:, :1], **{name: out[name]})
+        # RecurrentGemma keeps its states in its layers, and returns none.
+        cache = {name: out[name] for name in CACHES & set(out)}
+        more = model(tokens[:, :1], **cache)
     return torch.cat([out.logits, more.logits], 1)

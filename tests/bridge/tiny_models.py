@@ -55,7 +55,7 @@ def randomize(model: torch.nn.Module, model_type: str) -> None:
 # Families whose files hold the scales of norms less one.
 LESS_ONE = {
     *("gemma", "gemma2", "gemma3", "nemotron"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "recurrent_gemma"),
 }
 TABLES = (
     *("embed_tokens", "embed_positions", "wte", "wpe", "lm_head"),
