@@ -9,17 +9,21 @@ from pathlib import Path
 
 def check_free(path: Path) -> None:
     """Raises a `ValueError` if `path` exists and is no empty directory to replace."""
+    try:
+        real = path.resolve()
+    except RuntimeError as error:  # Of Python before 3.13.
+        raise ValueError(f"Cannot save to '{path}': {error}.") from error
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"Cannot save to '{path}': it exists and is not an empty directory. Give "
             "a new name, or remove it first."
         )
-    here = path.resolve() == Path.cwd().resolve()
+    here = real == Path.cwd().resolve()
     kinds = {"a mount point": path.is_mount(), "the working directory": here}
     if found := [kind for kind, is_one in kinds.items() if is_one]:
         raise ValueError(
             f"Cannot save to '{path}': it is {' and '.join(found)}, and what is saved "
-            "takes the place of an empty directory once it is complete. Give a new "
+            "replaces an empty directory once it is complete. Give a new "
             f"name in it, such as '{path / 'checkpoint'}'."
         )
 
@@ -29,7 +33,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """Yields a directory that becomes `path` on success, and is removed otherwise.
 
     Raises:
-      ValueError: As of `check_free`.
+      ValueError: If `check_free(path)` raises it.
     """
     check_free(path)
     with temporary_directory(path) as directory:

@@ -51,6 +51,26 @@ _HEAD_NORMS = FieldTransform(
     lambda config: {_SWITCH: config.qk_norm is not None},
     {_SWITCH: True},
 )
+_KEY_HEADS = "num_key_value_heads"
+
+
+def _read_key_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
+    heads, key_heads = fields["num_attention_heads"], fields[_KEY_HEADS]
+    if key_heads not in (None, heads):
+        raise ValueError(
+            f"{_KEY_HEADS} = {key_heads}: transformers has a key head for each of the "
+            f"{heads} heads, whatever it says; set it to {heads} or null"
+        )
+    return {}
+
+
+# Published files say it, and transformers does not read it.
+_ONE_EACH = FieldTransform(
+    (_KEY_HEADS,),
+    _read_key_heads,
+    lambda config: {_KEY_HEADS: config.num_key_value_heads},
+    {_KEY_HEADS: None},
+)
 _NOT_OF_PERSIMMON = ("num_key_value_heads", "head_dim")
 
 FAMILY = Family(
@@ -68,7 +88,7 @@ FAMILY = Family(
         "hidden_act": Field("relu2"),
         "layer_norm_eps": Field(1e-5, "norm_eps"),
     },
-    transforms=(rope(partial=0.5), _HEAD_NORMS),
+    transforms=(rope(partial=0.5), _HEAD_NORMS, _ONE_EACH),
     constants={
         "norm": "layer",
         "norm_bias": True,

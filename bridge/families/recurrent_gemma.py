@@ -86,6 +86,8 @@ def _read_types(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _write_types(config: DecoderConfig) -> dict[str, Any]:
     names = {ours: name for name, ours in _TYPES.items()}
     types = config.layer_types or (SLIDING,) * config.num_hidden_layers
+    if unknown := sorted(set(types) - set(names)):
+        raise ValueError(f"layer_types has {unknown}: block_types has {sorted(names)}")
     return {"block_types": [names[kind] for kind in types]}
 
 

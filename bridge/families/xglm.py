@@ -20,10 +20,11 @@ _PAD = "pad_token_id"
 
 def _read_pad(fields: Mapping[str, Any]) -> dict[str, Any]:
     pad = fields[_PAD]
-    if pad is not None and pad >= _OFFSET:
+    if pad is not None and not 0 <= pad < _OFFSET:
+        row = pad if pad >= 0 else fields["max_position_embeddings"] + _OFFSET + pad
         raise ValueError(
-            f"{_PAD} = {pad}: transformers zeroes the row {pad} of the table, which "
-            f"is position {pad - _OFFSET}, and is not modelled; set {_PAD} to 1 or null"
+            f"{_PAD} = {pad}: transformers zeroes the row {row} of the table, which "
+            f"is position {row - _OFFSET}, and is not modelled; set {_PAD} to 1 or null"
         )
     return {_PAD: pad}
 
@@ -35,7 +36,8 @@ _PADDING = FieldTransform(
 
 def _ignore(config: DecoderConfig) -> tuple[str, ...]:
     """The table of positions, which old files hold, and a tied head."""
-    return ("model.embed_positions.weights", *ignore_tied_head(config))
+    table = "embed_positions.weights"
+    return (table, f"model.{table}", *ignore_tied_head(config))
 
 
 FAMILY = Family(

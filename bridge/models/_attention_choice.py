@@ -181,7 +181,7 @@ def _wrong_widths(
         of = f"compute capability {capability[0]}.{capability[1]}"
         yield f"head dims of {_widths(shape)}: at most {most} on {of}"
     elif widths[0] != widths[1] and (capability < (9, 0) or cudnn < 91000):
-        yield "queries wider than values need Hopper and cuDNN 9.10"
+        yield "queries and values of two widths need Hopper and cuDNN 9.10"
 
 
 def _not_flash(shape: AttentionShape, device: Accelerator) -> Iterator[str]:

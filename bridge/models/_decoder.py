@@ -191,7 +191,8 @@ class Decoder(nnx.Module):
           positions: Position of each token in its text; None for those of the
             decoder's own `positions`, by default from 0 in each row. Rotary embedding
             depends only on differences, so positions need not restart for packed
-            texts; learned positions and sines must.
+            texts; learned positions and sines must. A recurrence begins anew where
+            `segment_ids` change, and at no position.
           segment_ids: Segment of each token in a packed row; None for one segment per
             row.
 

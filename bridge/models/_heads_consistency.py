@@ -1,4 +1,4 @@
-"""Checks of the fields beside attention of other heads than each by itself."""
+"""Checks of fields that differential attention and biased keys exclude."""
 
 from bridge.models._decoder_fields import DecoderFields
 

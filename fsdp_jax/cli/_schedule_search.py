@@ -14,7 +14,7 @@ from fsdp_jax.cli._sharding_options import Strategy
 from fsdp_jax.planner import Knob, Search, StepEstimate, search_schedules
 from fsdp_jax.training._compiler_options import (
     Options,
-    apart,
+    batch_parts_options,
     pipelining_modes,
     unmeasured_options,
 )
@@ -110,10 +110,10 @@ def with_settings(
     rest = {k: v for k, v in settings.items() if k not in {*of_xla, *_UNMEASURED}}
     asked = {name: settings[name] for name in _UNMEASURED}
     changed = {**options, **of_xla, **unmeasured_options(__version__, **asked)}
-    own = apart(strategy.batch_parts)
+    of_parts = batch_parts_options(strategy.batch_parts)
     strategy = dataclasses.replace(strategy, **rest)
-    kept = {name: changed[name] for name in changed if name not in own}
-    changed = kept | apart(strategy.batch_parts)
+    changed = {name: v for name, v in changed.items() if name not in of_parts}
+    changed |= batch_parts_options(strategy.batch_parts)
     if not strategy.reshard:  # Layers that stay gathered have nothing else to choose.
         strategy = dataclasses.replace(strategy, prefetch=0, remat="all")
     return strategy, changed

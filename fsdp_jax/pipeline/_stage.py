@@ -33,8 +33,8 @@ class Stage:
       key: PRNG key from which the key of each microbatch is derived.
       aux_format: Sorter of the loss's auxiliary outputs.
       early: The model state's leaves that the stack's inputs depend on, `cut.early`,
-        for each microbatch, `[microbatches, ...]`. All stages know them, where the
-        rest of the state is the last stage's.
+        for each microbatch, `[microbatches, ...]`. Every stage computes these; only
+        the last stage has the rest of the state.
     """
 
     cut: SplitLoss
@@ -165,6 +165,7 @@ class Stage:
     def _with_early(self, state: PyTree, early: Sequence[Array]) -> PyTree:
         """Returns the state with other leaves in the place of `cut.early`."""
         leaves, tree = jax.tree.flatten(state)
+        # There are none while their values are computed, and in shapes alone.
         for place, leaf in zip(self.cut.early, early, strict=False):
             leaves[place] = leaf
         return tree.unflatten(leaves)

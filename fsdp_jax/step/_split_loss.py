@@ -137,12 +137,12 @@ def _state_before(
       state: Model state, or its shapes.
 
     Returns:
-      Their indices among the state's leaves, and what each becomes.
+      Their indices among the state's leaves, and the next value of each.
     """
     names = [leaf_name(path) for path, _ in tree_leaves_with_path(state)]
     before = jaxpr.invars[first : first + len(names)]
     after = jaxpr.outvars[len(jaxpr.outvars) - len(names) :]
-    become = dict(zip(before, after, strict=True))
+    next_values = dict(zip(before, after, strict=True))
     known: set[Any] = set()
     wanted = list(inputs)
     while wanted:
@@ -152,7 +152,7 @@ def _state_before(
         # In an earlier microbatch, these depended on others of the state.
         new = [v for v in before if v in read and v not in known]
         known.update(new)
-        wanted = [become[v] for v in new]
+        wanted = [next_values[v] for v in new]
     early = tuple(i for i, v in enumerate(before) if v in known)
     _check_known(jaxpr, scan, [(names[i], after[i]) for i in early])
     return early, [after[i] for i in early]

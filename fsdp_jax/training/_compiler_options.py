@@ -12,7 +12,8 @@ from typing import Literal
 from jax.sharding import Mesh
 from jaxlib.version import __version__ as _INSTALLED
 
-from fsdp_jax.sharding._memory_summary import UnitBytes
+from fsdp_jax.sharding._memory_summary import UnitBytes, unit_bytes
+from fsdp_jax.sharding._plan import Plan
 
 Options = dict[str, bool | int | str]
 Pipelining = Literal["all", "marked"]
@@ -96,6 +97,7 @@ def compiler_options(
     tensor_parallel: bool = False,
     context_parallel: bool = False,
     expert_parallel: bool = False,
+    plan: Plan | None = None,
     batch_parts: int = 1,
     pipelining: Pipelining | None = None,
     symmetric_buffers: bool = False,
@@ -118,6 +120,8 @@ def compiler_options(
         and values are communicated as well.
       expert_parallel: Whether the mesh has more than one device on `ep`, so that tokens
         are sent to experts between the gathers of weights.
+      plan: Plan of the step, whose mesh says what is parallel, and whose units the
+        combine thresholds, as `make_train_step` has them; None for fixed thresholds.
       batch_parts: Parts of a rank's rows that layers run side by side, as of
         `bridge.models.Decoder`. Of more than one, XLA merges no computation of several,
         which would make one part wait for another.
@@ -138,16 +142,28 @@ def compiler_options(
     """
     version = _INSTALLED if jaxlib_version is None else jaxlib_version
     base = _BY_VERSION[_known(version)]
+    unit = None
+    if plan is not None:
+        unit, sizes = unit_bytes(plan.mesh, plan.param_plans), plan.mesh.shape
+        tensor_parallel |= sizes["tp"] > 1
+        context_parallel |= sizes["cp"] > 1
+        expert_parallel |= sizes["ep"] > 1
     more = _EXPERT_PARALLEL if expert_parallel else {}
     if tensor_parallel:
         more = _TENSOR_PARALLEL
     if context_parallel:
         more = _CONTEXT_PARALLEL
     asked = unmeasured_options(version, pipelining, symmetric_buffers)
-    return {**base, **_thresholds(None), **more, **apart(batch_parts), **asked}
+    return {
+        **base,
+        **_thresholds(unit),
+        **more,
+        **batch_parts_options(batch_parts),
+        **asked,
+    }
 
 
-def apart(batch_parts: int) -> Options:
+def batch_parts_options(batch_parts: int) -> Options:
     """Returns the options that keep parts of a batch apart; none of a single one."""
     return dict(_PARTS_APART) if batch_parts > 1 else {}
 
@@ -194,7 +210,7 @@ def _known(version: str) -> tuple[int, ...]:
 
 
 def options_of(
-    mesh: Mesh, unit_bytes: UnitBytes | None = None, batch_parts: int = 1
+    mesh: Mesh, unit: UnitBytes | None = None, batch_parts: int = 1
 ) -> Options:
     """Returns the compiler options for the axes of a mesh and the units of a plan."""
     options = compiler_options(
@@ -203,13 +219,13 @@ def options_of(
         expert_parallel=mesh.shape["ep"] > 1,
         batch_parts=batch_parts,
     )
-    return options | _thresholds(unit_bytes)
+    return options | _thresholds(unit)
 
 
 def options_for(
     mesh: Mesh,
     given: Mapping[str, bool | int | str] | None,
-    unit_bytes: UnitBytes | None = None,
+    unit: UnitBytes | None = None,
     batch_parts: int = 1,
 ) -> Options:
     """Returns `given`; by default the GPU options on a GPU mesh, else none."""
@@ -217,7 +233,7 @@ def options_for(
         return dict(given)
     if not _is_of_gpus(mesh):
         return {}
-    return options_of(mesh, unit_bytes, batch_parts)
+    return options_of(mesh, unit, batch_parts)
 
 
 def _thresholds(unit: UnitBytes | None) -> Options:

@@ -352,3 +352,20 @@ def test_full_layers_of_gemma_4_may_be_like_the_others():
     full = config.full_attention
     assert full is not None and full.head_dim == config.head_dim
     assert full.num_key_value_heads == config.num_key_value_heads
+
+
+def test_key_heads_that_persimmon_says_and_nobody_reads_are_those_there_are():
+    fields = hf_fields("persimmon")
+    heads = fields["num_attention_heads"]
+    said = bridge.from_hf_config(fields | {"num_key_value_heads": heads})
+    assert said == bridge.from_hf_config(fields | {"num_key_value_heads": None})
+    with pytest.raises(ValueError, match=facts("num_key_value_heads", 1, heads)):
+        bridge.from_hf_config(fields | {"num_key_value_heads": 1})
+
+
+def test_a_layer_that_recurrent_gemma_has_not_is_not_written():
+    config = bridge.from_hf_config(hf_fields("recurrent_gemma"))
+    types = ("full_attention", *config.layer_types[1:])
+    other = dataclasses.replace(config, layer_types=types)
+    with pytest.raises(ValueError, match=facts("'full_attention'", "block_types")):
+        bridge.to_hf_config(other)

@@ -63,6 +63,12 @@ def test_a_link_leads_to_what_is_saved(tmp_path, params, exists):
     assert_same_bytes(tensors_of(target), random_tensors(np.float32))
 
 
+def test_a_link_to_itself_is_refused(tmp_path, params):
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    with pytest.raises(ValueError, match=facts(tmp_path / "link")):
+        bridge.save_hf(tmp_path / "link", params, CONFIG)
+
+
 @pytest.mark.parametrize("kind", ["working directory", "mount point"])
 def test_an_empty_directory_that_cannot_be_replaced_is_refused_at_once(
     tmp_path, params, monkeypatch, kind

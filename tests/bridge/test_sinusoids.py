@@ -40,9 +40,12 @@ def test_texts_of_a_packed_row_do_not_see_each_other():
     assert np.abs(model(tokens)[:, 12:] - alone).max() > 100 * TOLERANCE * scale
 
 
-def test_a_padding_token_whose_row_is_a_position_is_refused():
-    with pytest.raises(ValueError, match=facts("pad_token_id", "7", "position 5")):
-        bridge.from_hf_config(hf_fields("xglm", pad_token_id=7))
+@pytest.mark.parametrize("pad, position", [(7, 5), (-1, 31)])
+def test_a_padding_token_whose_row_is_a_position_is_refused(pad, position):
+    fields = hf_fields("xglm", pad_token_id=pad, max_position_embeddings=32)
+    says = facts("pad_token_id", pad, f"position {position}")
+    with pytest.raises(ValueError, match=says):
+        bridge.from_hf_config(fields)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,23 @@ def test_this_xla_knows_what_keeps_parts_of_a_batch_apart():
     assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
 
 
+@pytest.mark.parametrize(
+    "axis, config",
+    [
+        ("tp", {"tensor_parallel": {"w": 1}}),
+        ("cp", {"context_parallel": {"*": 1}}),
+        ("ep", {}),
+    ],
+)
+def test_those_of_a_plan_are_those_that_its_step_has_on_gpus(axis, config):
+    mesh, config = fsdp.make_mesh(**{axis: 2}), fsdp.FSDPConfig(**config)
+    plan = fsdp.fully_shard(lambda key: {"w": jnp.ones((8, 8))}, mesh, config=config)
+    options = fsdp.training.compiler_options(plan=plan)
+    unit = unit_bytes(mesh, plan.param_plans)
+    assert options == options_for(Mesh("gpu", **{axis: 2}), None, unit)
+    assert options != fsdp.training.compiler_options(plan=None)
+
+
 @pytest.mark.parametrize("mode", pipelining_modes())
 def test_this_xla_knows_the_options_that_are_not_measured(mode):
     plain = fsdp.training.compiler_options()

@@ -40,6 +40,7 @@ class Model(nnx.Module):
         self.layers = split(nnx.vmap(Layer))(rngs)
         self.drops = nnx.Rngs(dropout=7)
         self.gain = nnx.BatchStat(jnp.ones(()))
+        self.shift = nnx.BatchStat(jnp.zeros(()))
         self.late = late
 
     def __call__(self, x):
@@ -47,6 +48,9 @@ class Model(nnx.Module):
         gain = self.gain[...]
         y, _ = fsdp.scan(run_layer, self.layers, x, (keys,), (gain,))
         self.gain[...] = 0.5 * gain + (y if self.late else x).mean()
+        # Read and written behind the layers, by the last stage alone.
+        y = y + self.shift[...]
+        self.shift[...] = 0.5 * self.shift[...] + y.mean()
         return y
 
 
@@ -100,8 +104,8 @@ def test_state_that_layers_read_is_that_of_their_microbatch(schedule, virtual_st
     assert worst(got, want) < CLOSE
     # The gain and the keys are another in each microbatch: of the first one alone, the
     # losses differ by far more.
-    (gain,) = (x for x in want[1] if x.dtype == np.float32)
-    assert abs(gain - 1) > 0.1
+    gain, shift = (x for x in want[1] if x.dtype == np.float32)
+    assert abs(gain - 1) > 0.1 and abs(shift) > 0.01
 
 
 def test_state_that_depends_on_layers_and_is_read_before_them_is_refused():
