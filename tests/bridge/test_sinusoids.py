@@ -43,8 +43,7 @@ def test_texts_of_a_packed_row_do_not_see_each_other():
 @pytest.mark.parametrize("pad, position", [(7, 5), (-1, 31)])
 def test_a_padding_token_whose_row_is_a_position_is_refused(pad, position):
     fields = hf_fields("xglm", pad_token_id=pad, max_position_embeddings=32)
-    says = facts("pad_token_id", pad, f"position {position}")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=facts("pad_token_id", pad, position)):
         bridge.from_hf_config(fields)
 
 

@@ -62,6 +62,7 @@ def dies_first() -> None:
     """Process 0 is killed, while the other one waits for it within jax."""
     multihost_utils.process_allgather(np.zeros(1))  # what loads says much on stderr
     print("ready", flush=True)
+    multihost_utils.process_allgather(np.zeros(1))  # Both have said so.
     if jax.process_index() == 0:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
