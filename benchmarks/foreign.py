@@ -46,8 +46,7 @@ from fsdp_jax.planner import GPUS
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._memory import predict_memory
 from fsdp_jax.planner._timeline import Timeline
-from fsdp_jax.sharding._memory_summary import unit_bytes
-from fsdp_jax.training._compiler_options import options_of
+from fsdp_jax.training._compiler_options import compiler_options, options_of
 from fsdp_jax.training._memory_check import compiled_bytes
 
 TX = optax.adamw(3e-4)
@@ -80,7 +79,7 @@ def planned(form: Form, gpus: int, order: str) -> fsdp.Plan:
 
 def estimated(form: Form, gpus: int, order: str) -> dict[str, Any]:
     plan = planned(form, gpus, order)
-    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+    options = compiler_options(plan=plan)
     options |= FIXED_SIZES if order == FIXED else {}
     found = fsdp.estimate_step(
         plan, form.loss, TX, form.batch(gpus), gpu="h200", options=options
@@ -195,7 +194,7 @@ def compiling(form: Form, gpus: int, order: str) -> float:
     started = processor_seconds()
     step = fsdp.make_train_step(plan, form.loss, TX, compiler_options={})
     lowered = step.lower(fsdp.abstract_state(plan, TX), form.batch(gpus))
-    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+    options = compiler_options(plan=plan)
     lowered.compile(compiler_options=options)
     return processor_seconds() - started
 

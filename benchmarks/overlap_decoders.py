@@ -19,9 +19,8 @@ from fsdp_jax.cli._routing import DispatchDtype, Routing
 from fsdp_jax.planner._compile import compile_scheduled, gpu_devices
 from fsdp_jax.planner._gpu import GPUS
 from fsdp_jax.planner._memory import predict_memory
-from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._stages import Schedule
-from fsdp_jax.training._compiler_options import options_of
+from fsdp_jax.training._compiler_options import compiler_options
 from fsdp_jax.training._memory_check import compiled_bytes
 
 
@@ -235,7 +234,7 @@ _ROWS_BETWEEN_NODES = {
 
 def options_for(plan, case, parts):
     """What XLA is told: what a step of this plan tells it, and what a user has to."""
-    options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans), parts)
+    options = compiler_options(plan=plan, batch_parts=parts)
     if case.ranks_per_node and jax.__version_info__ >= (0, 12):
         options |= _ROWS_BETWEEN_NODES
     return options

@@ -20,7 +20,7 @@ from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._decoder_loss import next_token_loss
 from fsdp_jax.cli._sharding_options import check_batch_parts
 from fsdp_jax.sharding._memory_summary import unit_bytes
-from fsdp_jax.training._compiler_options import options_of
+from fsdp_jax.training._compiler_options import compiler_options
 
 ROWS, SEQ, VOCAB = 3, 8, 32
 # Sums over rows in another order, in float64.
@@ -128,6 +128,6 @@ def test_xla_may_combine_the_gradients_of_a_unit_and_no_more():
     unit = unit_bytes(mesh, planned.param_plans)
     # Two ranks of dp_shard share what each of them computes.
     assert unit.scattered == unit.gradients // 2
-    options = options_of(mesh, unit)
+    options = compiler_options(plan=planned)
     name = "xla_gpu_reduce_scatter_combine_threshold_bytes"
     assert options[name] == unit.scattered

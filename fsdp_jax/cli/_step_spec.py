@@ -35,8 +35,7 @@ from fsdp_jax.planner import (
     estimate_step,
     gpu_devices,
 )
-from fsdp_jax.sharding._memory_summary import unit_bytes
-from fsdp_jax.training._compiler_options import Options, options_of
+from fsdp_jax.training._compiler_options import Options, compiler_options
 
 Sizes = dict[str, int]
 """Sizes of the mesh's axes, by name."""
@@ -127,8 +126,7 @@ class StepSpec:
         return self._options(plan)
 
     def _options(self, plan: fsdp.Plan) -> Options:
-        unit = unit_bytes(plan.mesh, plan.param_plans)
-        return options_of(plan.mesh, unit, self.strategy.batch_parts)
+        return compiler_options(plan=plan, batch_parts=self.strategy.batch_parts)
 
     def count_on_cpu(self, sizes: Sizes) -> CpuCount:
         """Compiles the step for simulated CPUs: memory and communication alone."""

@@ -41,7 +41,6 @@ from fsdp_jax.cli._samples import Samples
 from fsdp_jax.cli._screen import step_screen
 from fsdp_jax.cli._training_data import move_to
 from fsdp_jax.cli._utilization import Utilization, utilization_of
-from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.training._compiler_options import options_for
 
 
@@ -205,7 +204,6 @@ def _make_step(
     rate = run.routing.expert_bias_rate
 
     def make(plan: fsdp.Plan) -> fsdp.training.TrainStep:
-        unit = unit_bytes(plan.mesh, plan.param_plans)
         return fsdp.make_train_step(
             plan,
             run.loss_fn,
@@ -215,7 +213,7 @@ def _make_step(
             calculate_per_token_loss=run.per_token,
             update_model_state=move_biases(rate) if rate else None,
             loss_scale=run.loss_scale,
-            compiler_options=options_for(plan.mesh, None, unit, run.batch_parts),
+            compiler_options=options_for(plan, None, run.batch_parts),
         )
 
     if run.replay.check_replay is None or run.make_plan is None:

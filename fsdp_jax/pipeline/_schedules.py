@@ -244,7 +244,7 @@ def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
     def body(carry, tick):
         message, state = carry
         # Each microbatch takes the state that the one before it left as it is.
-        state = jax.tree.map(_constant, state)
+        state = lax.stop_gradient(state)
         turn = schedule.forward(tick, stage.index)
 
         def run(message, state):
@@ -277,12 +277,6 @@ def forward_only(stage: Stage, state: PyTree, grad_buffers: Grads):
     last = [schedule.last_tick(m) for m in range(schedule.num_microbatches)]
     outs = jax.tree.map(lambda x: x[jnp.array(last)], outs)
     return outs[0].sum(), state, outs
-
-
-def _constant(leaf: Array) -> Array:
-    """Returns a leaf to which no gradient flows; keys and integers have none."""
-    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return lax.stop_gradient(leaf) if is_float else leaf
 
 
 def _put(slots: PyTree, new: PyTree, slot: Any, is_due: Any) -> PyTree:

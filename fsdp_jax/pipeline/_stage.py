@@ -34,7 +34,7 @@ class Stage:
       aux_format: Sorter of the loss's auxiliary outputs.
       early: The model state's leaves that the stack's inputs depend on, `cut.early`,
         for each microbatch, `[microbatches, ...]`. Every stage computes these; only
-        the last stage has the rest of the state.
+        the last stage has the rest of the state. Empty until they are computed.
     """
 
     cut: SplitLoss
@@ -157,7 +157,9 @@ class Stage:
             self.rows,
         )
         key = jax.random.fold_in(self.key, turn.microbatch)
-        state = self._with_early(state, [x[turn.microbatch] for x in self.early])
+        if self.early:
+            now = [x[turn.microbatch] for x in self.early]
+            state = self._with_early(state, now)
         # The order in which `trace_and_split` flattened the arguments of the loss: the
         # parts of `SplitLoss` take leaves by position.
         return jax.tree.leaves((shards, state, rows, key))
@@ -165,8 +167,7 @@ class Stage:
     def _with_early(self, state: PyTree, early: Sequence[Array]) -> PyTree:
         """Returns the state with other leaves in the place of `cut.early`."""
         leaves, tree = jax.tree.flatten(state)
-        # There are none while their values are computed, and in shapes alone.
-        for place, leaf in zip(self.cut.early, early, strict=False):
+        for place, leaf in zip(self.cut.early, early, strict=True):
             leaves[place] = leaf
         return tree.unflatten(leaves)
 

@@ -20,11 +20,10 @@ from fsdp_jax.planner._schedule import kernels_of
 from fsdp_jax.planner._step_estimate import StepEstimate
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
-from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._mesh import AXES, make_mesh
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn
-from fsdp_jax.training._compiler_options import options_of
+from fsdp_jax.training._compiler_options import compiler_options
 from fsdp_jax.training._memory_check import compiled_bytes
 from fsdp_jax.training._state import abstract_state
 from fsdp_jax.training._train_step import make_train_step
@@ -96,7 +95,7 @@ def estimate_step(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch
     )
     if options is None:
-        options = options_of(plan.mesh, unit_bytes(plan.mesh, plan.param_plans))
+        options = compiler_options(plan=plan)
     lowered = step.lower(state, abstract_batch)
     if plan.config.offload:
         mark_host_arguments(plan, lowered, state)

@@ -209,31 +209,26 @@ def _known(version: str) -> tuple[int, ...]:
     return known[-1]
 
 
-def options_of(
-    mesh: Mesh, unit: UnitBytes | None = None, batch_parts: int = 1
-) -> Options:
-    """Returns the compiler options for the axes of a mesh and the units of a plan."""
-    options = compiler_options(
+def options_of(mesh: Mesh) -> Options:
+    """Returns the compiler options for the axes of a mesh, whatever the units."""
+    return compiler_options(
         tensor_parallel=mesh.shape["tp"] > 1,
         context_parallel=mesh.shape["cp"] > 1,
         expert_parallel=mesh.shape["ep"] > 1,
-        batch_parts=batch_parts,
     )
-    return options | _thresholds(unit)
 
 
 def options_for(
-    mesh: Mesh,
+    plan: Plan,
     given: Mapping[str, bool | int | str] | None,
-    unit: UnitBytes | None = None,
     batch_parts: int = 1,
 ) -> Options:
-    """Returns `given`; by default the GPU options on a GPU mesh, else none."""
+    """Returns `given`; by default the options of a plan on GPUs, and none elsewhere."""
     if given is not None:
         return dict(given)
-    if not _is_of_gpus(mesh):
+    if not _is_of_gpus(plan.mesh):
         return {}
-    return options_of(mesh, unit, batch_parts)
+    return compiler_options(plan=plan, batch_parts=batch_parts)
 
 
 def _thresholds(unit: UnitBytes | None) -> Options:

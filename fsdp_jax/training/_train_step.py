@@ -15,7 +15,6 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.launch._progress import TRAIN_STEP, report_progress
 from fsdp_jax.sharding._ambient_mesh import check_plan, in_own_mesh, own_mesh
-from fsdp_jax.sharding._memory_summary import unit_bytes
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._loss import LossFn, LossForm, takes_key
@@ -288,9 +287,7 @@ def make_train_step(
     update = make_update(plan, tx, abstract, may_skip=skips)
 
     options = StepOptions(has_aux, update_model_state, skips, with_peaks, loss_scale)
-    xla_options = options_for(
-        plan.mesh, compiler_options, unit_bytes(plan.mesh, plan.param_plans)
-    )
+    xla_options = options_for(plan, compiler_options)
     jitted = jax.jit(
         step_function(plan, compute, update, abstract, options),
         # The new state reuses the buffers of the old one: only one is in memory.

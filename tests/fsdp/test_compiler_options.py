@@ -11,8 +11,11 @@ import pytest
 from helpers.errors import facts
 
 import fsdp_jax as fsdp
-from fsdp_jax.sharding._memory_summary import unit_bytes
-from fsdp_jax.training._compiler_options import options_for, pipelining_modes
+from fsdp_jax.training._compiler_options import (
+    options_for,
+    options_of,
+    pipelining_modes,
+)
 
 TX = optax.sgd(0.1)
 UNKNOWN = {"xla_gpu_no_such_option": True}
@@ -64,6 +67,18 @@ class Mesh:
         return np.array([SimpleNamespace(platform=self.platform)])
 
 
+def planned(platform):
+    """A plan without parameters, on one device of a platform."""
+    return SimpleNamespace(mesh=Mesh(platform), param_plans=())
+
+
+def plan_on_gpus(plan):
+    """The same plan, whose mesh says that its devices are GPUs."""
+    gpus = np.array([SimpleNamespace(platform="gpu")])
+    mesh = SimpleNamespace(shape=plan.mesh.shape, devices=gpus)
+    return SimpleNamespace(mesh=mesh, param_plans=plan.param_plans)
+
+
 def test_jax_0_11_computes_a_product_once_that_is_saved_for_backward():
     # Its name is known to the XLA of either lane, where it is off anyway.
     name = "xla_gpu_enable_dynamic_slice_fusion"
@@ -79,7 +94,7 @@ def test_this_xla_knows_every_option(axis):
     kind = {"tp": "tensor", "cp": "context", "ep": "expert"}[axis]
     options = fsdp.training.compiler_options(**{f"{kind}_parallel": True})
     assert options.items() > fsdp.training.compiler_options().items()
-    assert options == options_for(Mesh("gpu", **{axis: 2}), None)
+    assert options == options_of(Mesh("gpu", **{axis: 2}))
     assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
 
 
@@ -88,25 +103,30 @@ def test_this_xla_knows_what_keeps_parts_of_a_batch_apart():
     options = fsdp.training.compiler_options(batch_parts=2)
     assert plain == fsdp.training.compiler_options()
     assert options.items() > plain.items() and len(options) == len(plain) + 2
-    assert options == options_for(Mesh("gpu"), None, batch_parts=2)
+    assert options == options_for(planned("gpu"), None, batch_parts=2)
     assert jax.jit(lambda x: x * 2, compiler_options=options)(1.0) == 2
 
 
 @pytest.mark.parametrize(
     "axis, config",
     [
-        ("tp", {"tensor_parallel": {"w": 1}}),
+        ("tp", {"tensor_parallel": {"unit.w": 1}}),
         ("cp", {"context_parallel": {"*": 1}}),
         ("ep", {}),
     ],
 )
 def test_those_of_a_plan_are_those_that_its_step_has_on_gpus(axis, config):
     mesh, config = fsdp.make_mesh(**{axis: 2}), fsdp.FSDPConfig(**config)
-    plan = fsdp.fully_shard(lambda key: {"w": jnp.ones((8, 8))}, mesh, config=config)
+    model = {"unit": {"w": jnp.ones((8, 8))}}
+    plan = fsdp.fully_shard(lambda key: model, mesh, ["unit"], config)
     options = fsdp.training.compiler_options(plan=plan)
-    unit = unit_bytes(mesh, plan.param_plans)
-    assert options == options_for(Mesh("gpu", **{axis: 2}), None, unit)
-    assert options != fsdp.training.compiler_options(plan=None)
+    assert options == options_for(plan_on_gpus(plan), None)
+    of_mesh = options_of(mesh)
+    assert options.keys() == of_mesh.keys() and options != of_mesh
+    assert {n for n in options if options[n] != of_mesh[n]} <= {
+        f"xla_gpu_{kind}_combine_threshold_bytes"
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
 
 
 @pytest.mark.parametrize("mode", pipelining_modes())
@@ -162,9 +182,10 @@ def test_each_caller_gets_a_dict_of_its_own():
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
 def test_a_mesh_of_gpus_gets_them_unasked(platform):
-    assert options_for(Mesh(platform), None) == fsdp.training.compiler_options()
-    assert options_for(Mesh(platform), {}) == {}
-    assert options_for(Mesh(platform), {"a": 1}) == {"a": 1}
+    found = planned(platform)
+    assert options_for(found, None) == fsdp.training.compiler_options()
+    assert options_for(found, {}) == {}
+    assert options_for(found, {"a": 1}) == {"a": 1}
 
 
 def test_no_collectives_of_two_units_are_combined():
@@ -177,7 +198,7 @@ def test_no_collectives_of_two_units_are_combined():
     config = fsdp.FSDPConfig(mp_policy=policy)
     units = ["layers.a", fsdp.Stacked("layers.b")]
     plan = fsdp.fully_shard(make, fsdp.make_mesh(), units, config)
-    options = options_for(Mesh("gpu"), None, unit_bytes(plan.mesh, plan.param_plans))
+    options = fsdp.training.compiler_options(plan=plan)
     thresholds = {n: v for n, v in options.items() if n.endswith("threshold_bytes")}
     # The larger unit has 256 elements, one of the stack half as many. Weights are
     # gathered in bfloat16, gradients reduced in float32. XLA counts what a rank gets of
