@@ -1,10 +1,47 @@
 """Parts of a batch that a layer runs side by side, so that one hides the other."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+class BatchParts(NamedTuple):
+    """Carry of a loop over layers, in parts of the batch's rows.
+
+    Apart from the first layer to the last: joined between layers, no part could begin
+    the next layer, or the one before it in backward, while another is in this one.
+
+    Attributes:
+      parts: Carry of each part.
+    """
+
+    parts: tuple[Any, ...]
+
+    def with_rows(self, tree: Any) -> list[tuple[Any, Any]]:
+        """Returns each part beside its rows of a tree, as split by `split_rows`."""
+        rows = sum(len(jax.tree.leaves(part)[0]) for part in self.parts)
+        own = split_rows(tree, rows, len(self.parts))
+        return list(zip(self.parts, own, strict=True))
+
+
+def split_carry(carry: Any, rows: int, parts: int) -> Any:
+    """Returns the carry in parts, or as it is if there is but one.
+
+    Args:
+      carry: Tree whose arrays have the batch as their first dim.
+      rows: Rows of the batch.
+      parts: Number of parts, as for `split_rows`.
+    """
+    if min(parts, rows) == 1:
+        return carry
+    return BatchParts(tuple(split_rows(carry, rows, parts)))
+
+
+def join_carry(carry: Any) -> Any:
+    """Returns the carry of all rows, from one that may be in parts."""
+    return join_rows(carry.parts) if isinstance(carry, BatchParts) else carry
 
 
 def split_rows(tree: Any, rows: int, parts: int) -> list[Any]:
@@ -22,16 +59,18 @@ def split_rows(tree: Any, rows: int, parts: int) -> list[Any]:
     """
     parts = min(parts, rows)
     size, more = divmod(rows, parts)
-    stops = [(part + 1) * size + min(part + 1, more) for part in range(parts)]
+    sizes = [size + (part < more) for part in range(parts)]
 
-    def part_of(start: int, stop: int) -> Any:
-        def rows_of(leaf: Any) -> Any:
-            has_rows = getattr(leaf, "ndim", 0) and leaf.shape[0] == rows
-            return leaf[start:stop] if has_rows else leaf
+    def parts_of(leaf: Any) -> list[Any]:
+        if getattr(leaf, "ndim", 0) and leaf.shape[0] == rows:
+            # Not slices, whose gradients would be padded to all rows and added: each
+            # part's would then wait for the others'.
+            return list(jax.lax.split(leaf, sizes))
+        return [leaf] * parts
 
-        return jax.tree.map(rows_of, tree)
-
-    return [part_of(*ends) for ends in zip([0, *stops[:-1]], stops, strict=True)]
+    leaves, treedef = jax.tree.flatten(tree)
+    by_part = zip(*map(parts_of, leaves), strict=True)
+    return [treedef.unflatten(part) for part in by_part]
 
 
 def join_rows(parts: Sequence[Any]) -> Any:

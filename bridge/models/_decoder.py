@@ -87,7 +87,7 @@ class Decoder(nnx.Module):
         its own longest text.
       recurrence: Function that runs mixers with a state, with the signature of
         `plain_recurrence`.
-      batch_parts: Parts of the rows that a layer runs side by side, so that one part
+      batch_parts: Parts of the rows that layers run side by side, so that one part
         computes while tokens of another are communicated over `tp` or `ep`; 1 for all
         rows at once. No row depends on it, but for what is a property of a batch: the
         tokens that experts of a fixed capacity drop, and the scales of
@@ -127,7 +127,7 @@ class Decoder(nnx.Module):
         ends = num_layers_at_start_in_bf16, num_layers_at_end_in_bf16
         products = LayerProducts(product, expert_product)
         self.products = products_of_layers(config.num_hidden_layers, products, *ends)
-        self.config, self.scan = config, scan
+        self.config, self.scan, self.batch_parts = config, scan, batch_parts
         self.constrain, self.positions = constrain, positions
         self._make_inputs(config, rngs, param_dtype, constrain)
         self.layers = make_layers(
@@ -139,7 +139,6 @@ class Decoder(nnx.Module):
             constrain=constrain,
             recurrence=recurrence,
             products=self.products[0],
-            batch_parts=batch_parts,
         )
         self.norm = make_norm(config, param_dtype)
         if not config.tie_word_embeddings:
@@ -384,6 +383,7 @@ class Decoder(nnx.Module):
             token_experts=start.token_experts,
             inputs_of_layers=start.inputs_of_layers,
             products=self.products if len(set(self.products)) > 1 else None,
+            batch_parts=1 if cache is not None else self.batch_parts,
         )
         return (x if streams is None else streams.join(x)), ys
 

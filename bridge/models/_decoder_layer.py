@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike, Int
 
 from bridge.models._altup import AltUp, Streams
 from bridge.models._attention import Attention, dot_product_attention
-from bridge.models._batch_parts import join_rows, split_rows
+from bridge.models._batch_parts import BatchParts, join_rows
 from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
@@ -70,7 +70,7 @@ class LayerOutput(NamedTuple):
       experts: Experts of each token; None in a dense layer.
     """
 
-    stream: Carry
+    stream: Carry | BatchParts
     router_stats: RouterStats | None
     cache: LayerState | None
     experts: Experts | None
@@ -94,7 +94,6 @@ class DecoderLayer(nnx.Module):
       recurrence: Function that runs mixers with a state, with the signature of
         `plain_recurrence`.
       products: Products of projections and experts.
-      batch_parts: Parts of the rows that run side by side, as for `Decoder`.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class DecoderLayer(nnx.Module):
         constrain: Constrain = unconstrained,
         recurrence: Recurrence = plain_recurrence,
         products: LayerProducts = PLAIN,
-        batch_parts: int = 1,
     ):
         """Initializes the weights of one layer, without a layer dim."""
         norms = make_norms(config, kind, param_dtype)
@@ -135,7 +133,6 @@ class DecoderLayer(nnx.Module):
         self.multipliers = config.multipliers or MultipliersConfig()
         self.constrain = constrain
         self.recurrence = recurrence
-        self.batch_parts = batch_parts
         set_products(self, products)
 
     def _make_additions(
@@ -169,7 +166,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Carry,
+        x: Carry | BatchParts,
         per_layer: PerLayer | None = None,
         tables: PositionTables | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
@@ -183,7 +180,7 @@ class DecoderLayer(nnx.Module):
         Args:
           x: Residual stream; beside selected keys if later layers attend to the keys
             that the indexer of an earlier one selects, or beside keys and values to
-            which later layers attend.
+            which later layers attend. In parts, each of them runs by itself.
           per_layer: Inputs that differ between layers: `window`, the attention window
             in tokens, `table`, the index of the rotary table, `experts`, those of each
             token if the router is not to choose them, `input`, what the layer has of
@@ -198,11 +195,7 @@ class DecoderLayer(nnx.Module):
         """
         # Named, so that a remat policy can save it elsewhere than on the device.
         x = checkpoint_name(x, LAYER_INPUT)
-        selected = x.selected if isinstance(x, SelectedStream) else None
-        shared = x if isinstance(x, SharedStream) else None
-        x = x.stream if isinstance(x, SelectedStream | SharedStream) else x
         per_layer = per_layer or {}
-        experts = per_layer.get("experts")
         own = _pick(tables, per_layer.get("table"))
         inputs = MixerInputs(
             own.of_full() if self.is_full else own,
@@ -210,19 +203,32 @@ class DecoderLayer(nnx.Module):
             segment_ids,
             slots,
             is_token,
-            None if selected is None else selected > 0,
-            shared,
-            per_layer.get("input"),
-            per_layer.get("slopes"),
-            per_layer.get("lambda_start"),
+            own_input=per_layer.get("input"),
+            slopes=per_layer.get("slopes"),
+            lambda_start=per_layer.get("lambda_start"),
         )
-        if self.batch_parts == 1 or slots is not None:
-            return self._run(x, selected, experts, inputs, cache)
-        rows = (x, selected, experts, inputs)
-        parts = split_rows(rows, len(x), self.batch_parts)
-        return join_rows(
-            [self._run(own, keys, chosen, at, cache) for own, keys, chosen, at in parts]
-        )
+        experts = per_layer.get("experts")
+        if not isinstance(x, BatchParts):
+            return self._run_rows(x, experts, inputs, cache)
+        runs = x.with_rows((experts, inputs))
+        outs = [self._run_rows(part, *own, cache=cache) for part, own in runs]
+        joined = join_rows([out._replace(stream=None) for out in outs])
+        return joined._replace(stream=BatchParts(tuple(out.stream for out in outs)))
+
+    def _run_rows(
+        self,
+        x: Carry,
+        experts: Experts | None,
+        inputs: MixerInputs,
+        cache: LayerState | None,
+    ) -> LayerOutput:
+        """Runs the layer on some rows, with what layers share beside the stream."""
+        selected = x.selected if isinstance(x, SelectedStream) else None
+        shared = x if isinstance(x, SharedStream) else None
+        x = x.stream if isinstance(x, SelectedStream | SharedStream) else x
+        is_selected = None if selected is None else selected > 0
+        inputs = inputs._replace(selected=is_selected, shared=shared)
+        return self._run(x, selected, experts, inputs, cache)
 
     def _run(
         self,
@@ -232,7 +238,7 @@ class DecoderLayer(nnx.Module):
         inputs: MixerInputs,
         cache: LayerState | None,
     ) -> LayerOutput:
-        """Runs the layer on some rows."""
+        """Runs the layer on a stream."""
         if self.mixer is None:
             return _output(*self._feed(x, experts), cache)
         if self.mixer_connection is not None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from bridge.models._batch_parts import BatchParts, join_carry, split_carry
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._decoder_layer import DecoderLayer, Experts, PerLayer
@@ -26,7 +27,7 @@ from bridge.models._shared_attention import SharedStream, share_nothing
 
 Scan = Callable[..., tuple[Any, Any]]
 Carry = Stream | SelectedStream | SharedStream
-Unit = Callable[..., tuple[Carry, Any]]
+Unit = Callable[..., tuple[Carry | BatchParts, Any]]
 
 
 def plain_scan(
@@ -97,6 +98,7 @@ def run_layers(
     token_experts: Int[Array, "layers batch seq chosen"] | None = None,
     inputs_of_layers: Float[Array, "layers batch seq size"] | None = None,
     products: Sequence[LayerProducts] | None = None,
+    batch_parts: int = 1,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
 
@@ -114,13 +116,14 @@ def run_layers(
         None without such layers. `experts` are in place of them.
       inputs_of_layers: Input that each layer has of each token; None for none.
       products: Products of each layer; None for those that the layers have.
+      batch_parts: Parts of the rows that run side by side; 1 with a cache.
 
     Returns:
       Residual stream, and one `y` per stack, with a leading layer dim.
     """
     inputs, ys = per_layer(config), []
     stacks = iter(enumerate(config.layer_stacks))
-    carry = _first_carry(config, x, cache)
+    carry = split_carry(_first_carry(config, x, cache), len(x), batch_parts)
     for block in blocks:
         xs, own_products = [], []
         for _, (number, stack) in zip(block, stacks, strict=False):
@@ -181,8 +184,11 @@ def _first_carry(
     return select_all(x, keys) if keys > indexer.num_selected else x
 
 
-def _stream(x: Carry) -> Stream:
-    return x.stream if isinstance(x, SelectedStream | SharedStream) else x
+def _stream(x: Carry | BatchParts) -> Stream:
+    joined: Carry = join_carry(x)
+    if isinstance(joined, SelectedStream | SharedStream):
+        return joined.stream
+    return joined
 
 
 def sparse_layers(config: DecoderConfig) -> list[int]:
@@ -220,8 +226,11 @@ def _period(unit: Unit) -> Unit:
     """Returns a unit that runs the layers of a period, one after the other."""
 
     def run(
-        layers: list[DecoderLayer], x: Carry, xs: list[tuple[Any, ...]], *consts: Any
-    ) -> tuple[Carry, list[Any]]:
+        layers: list[DecoderLayer],
+        x: Carry | BatchParts,
+        xs: list[tuple[Any, ...]],
+        *consts: Any,
+    ) -> tuple[Carry | BatchParts, list[Any]]:
         ys = []
         for layer, slices in zip(layers, xs, strict=True):
             x, y = unit(layer, x, *slices, *consts)
@@ -234,7 +243,9 @@ def _period(unit: Unit) -> Unit:
 def _multiplied(unit: Unit) -> Unit:
     """Returns a unit whose `static` is the products of its layer, or of each."""
 
-    def run(layers: Any, x: Carry, *args: Any, static: Any) -> tuple[Carry, Any]:
+    def run(
+        layers: Any, x: Carry | BatchParts, *args: Any, static: Any
+    ) -> tuple[Carry | BatchParts, Any]:
         if isinstance(layers, DecoderLayer):
             return unit(with_products(layers, static), x, *args)
         pairs = zip(layers, static, strict=True)
@@ -244,8 +255,8 @@ def _multiplied(unit: Unit) -> Unit:
 
 
 def apply_layer(
-    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
-) -> tuple[Carry, RouterStats | None]:
+    layer: DecoderLayer, x: Carry | BatchParts, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry | BatchParts, RouterStats | None]:
     """Runs a layer, and returns the statistics of its router."""
     # Through `__call__`, which a subclass may override to gather the weights.
     out = layer(x, per_layer, *consts)
@@ -253,16 +264,16 @@ def apply_layer(
 
 
 def apply_and_route(
-    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
-) -> tuple[Carry, Experts | None]:
+    layer: DecoderLayer, x: Carry | BatchParts, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry | BatchParts, Experts | None]:
     """Runs a layer, and returns the experts of each token."""
     out = layer(x, per_layer, *consts)
     return out.stream, out.experts
 
 
 def apply_and_keep(
-    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
-) -> tuple[Carry, Stream]:
+    layer: DecoderLayer, x: Carry | BatchParts, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry | BatchParts, Stream]:
     """Runs a layer, and returns the residual stream behind it."""
     x = layer(x, per_layer, *consts).stream
     return x, _stream(x)
@@ -270,13 +281,13 @@ def apply_and_keep(
 
 def extend_layer(
     layer: DecoderLayer,
-    x: Carry,
+    x: Carry | BatchParts,
     per_layer: PerLayer,
     cache: LayerState | None,
     tables: PositionTables,
     slots: Ids,
     is_token: Mask,
-) -> tuple[Carry, LayerState | None]:
+) -> tuple[Carry | BatchParts, LayerState | None]:
     """Runs new tokens through a layer, and returns its cache with them."""
     out = layer(x, per_layer, tables, cache=cache, slots=slots, is_token=is_token)
     return out.stream, out.cache

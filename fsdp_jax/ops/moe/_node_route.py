@@ -150,45 +150,73 @@ def node_route(direct: CapacityRoute, nodes: Nodes) -> NodeRoute:
     token = token.at[sent].set(
         jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop"
     )
-    there, back = segments_of(_pairs(counts, nodes), nodes.node)
-    row, slots = _slots_of_rows(direct, nodes, node, position, there, form)
+    places = _places_of_slots(direct, nodes, node, position)
+    pairs, places = _tell(counts, places, nodes)
+    there, back = segments_of(pairs, nodes.node)
+    row, slots = _slots_of_rows(places, direct, nodes, there, form)
     # Sorted, the rows of a token precede the places of nodes without it.
     sent_rows = jnp.sort(sent, axis=1)[:, :most]
     return NodeRoute(direct, token, sent_rows, there, back, row, slots, nodes, form)
 
 
-def _pairs(counts: Int[Array, " nodes"], nodes: Nodes) -> Int[Array, "nodes nodes"]:
-    """Returns the rows from and to each node, of ranks of this rank's index.
-
-    An all-to-all of equal parts, since XLA merges all-gathers and all-reduces of
-    independent parts of a batch: each part would then wait for the counts of all.
-    """
-    copies = jnp.tile(counts, nodes.count)
-    return nodes.all_to_all(copies, nodes.across).reshape(nodes.count, nodes.count)
-
-
-def _slots_of_rows(
+def _places_of_slots(
     direct: CapacityRoute,
     nodes: Nodes,
     node: Int[Array, "tokens chosen"],
     position: Int[Array, "tokens nodes"],
-    there: Segments,
-    form: Exchange,
-) -> tuple[Int[Array, " slots"], Int[Array, "received most"]]:
-    """Returns the received row of each slot, and the slots of each received row.
+) -> Int[Array, "nodes slots"]:
+    """Returns, for each slot of each node, what it is filled with from this rank.
 
-    Each rank tells the ranks that it sends rows which slots each row is for: per slot
-    the position of its row among those it sends there, and the slot's place among those
-    of that row.
+    Per slot the position of its row among those that this rank sends there, and the
+    slot's place among those of that row, as one number; -1 for an empty one.
     """
     most = direct.chosen  # A token may name an expert more than once.
     before = jnp.tril(node[:, :, None] == node[:, None, :], -1).sum(-1)
     own = jnp.take_along_axis(position, node, axis=1, mode="fill", fill_value=0)
     entry = (own * most + before).astype(jnp.int32).T.reshape(-1)
     entry = jnp.take(entry, direct.item, mode="fill", fill_value=-1)
-    entry = nodes.all_to_all(entry, nodes.across).reshape(nodes.count, -1)
+    return entry.reshape(nodes.count, -1)
+
+
+def _tell(
+    counts: Int[Array, " nodes"], places: Int[Array, "nodes slots"], nodes: Nodes
+) -> tuple[Int[Array, "nodes nodes"], Int[Array, "nodes slots"]]:
+    """Tells each node the rows from this rank to all nodes, and the places there.
+
+    In one all-to-all of equal parts, which precedes that of the rows: XLA merges
+    all-gathers and all-reduces of independent parts of a batch, and each part would
+    wait for the counts of all; and a second small one would wait for rows on the way.
+
+    Returns:
+      Rows from and to each node, of ranks of this rank's index, and the places from
+      each node.
+    """
+    copies = jnp.broadcast_to(counts[None], (nodes.count, nodes.count))
+    told = jnp.concatenate([copies, places], axis=1)
+    told = nodes.all_to_all(told.reshape(-1), nodes.across)
+    told = told.reshape(nodes.count, -1)
+    return told[:, : nodes.count], told[:, nodes.count :]
+
+
+def _slots_of_rows(
+    places: Int[Array, "nodes slots"],
+    direct: CapacityRoute,
+    nodes: Nodes,
+    there: Segments,
+    form: Exchange,
+) -> tuple[Int[Array, " slots"], Int[Array, "received most"]]:
+    """Returns the received row of each slot, and the slots of each received row.
+
+    Args:
+      places: What fills the slots, from each node, see `_places_of_slots`.
+      direct: Route from rank to rank.
+      nodes: Layout of the ranks on nodes.
+      there: Row counts to the nodes.
+      form: Static shapes of the exchange between nodes.
+    """
+    most = direct.chosen
     starts = jnp.cumsum(there.received) - there.received
-    entry = jnp.where(entry < 0, form.room * most, entry + starts[:, None] * most)
+    entry = jnp.where(places < 0, form.room * most, places + starts[:, None] * most)
     dims = nodes.size, direct.local, nodes.count, direct.capacity
     entry = by_slot(entry, dims)
     slots = jnp.full(form.room * most, entry.size, jnp.int32)
