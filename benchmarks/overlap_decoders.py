@@ -43,6 +43,8 @@ class DecoderCase:
       microbatches: In a step.
       zero: Its strategy.
       batch_parts: Parts of a rank's rows that a layer runs side by side, each tried.
+      unroll: Layers in one iteration of a loop: what is sent last in one has nothing of
+        the next beside it.
       products: Format of the operands of projections.
       param_gather: Format in which weights of layers are communicated.
     """
@@ -60,6 +62,7 @@ class DecoderCase:
     microbatches: int = 1
     zero: int = 3
     batch_parts: tuple[int, ...] = (1,)
+    unroll: int = 2
     products: Products = "param_dtype"
     param_gather: ParamGather = "param_dtype"
 
@@ -84,7 +87,7 @@ class DecoderCase:
             ranks_per_node=self.ranks_per_node,
             nodes_per_token=self.nodes_per_token,
         )
-        how = {"prefetch": 1, "unroll": 2, "batch_parts": parts}
+        how = {"prefetch": 1, "unroll": self.unroll, "batch_parts": parts}
         plan = plan_decoder(
             self.config, mesh, config, routing, products=self.products, **how
         )
@@ -217,7 +220,7 @@ DECODERS = {
     "deepseek-v3-by-node": dataclasses.replace(_DEEPSEEK_V3, **_BY_NODE),
     "deepseek-v3-by-node-float8": _BY_NODE_FLOAT8,
     "deepseek-v3-by-node-float8-gather": dataclasses.replace(
-        _BY_NODE_FLOAT8, param_gather="float8"
+        _BY_NODE_FLOAT8, param_gather="float8", unroll=4
     ),
     "mixtral-8x7b-dropless": dataclasses.replace(_MIXTRAL_8X7B, capacity_factor=None),
 }
@@ -271,6 +274,7 @@ def measure_parts(name, case, parts, tx, dump):
         "tokens_a_sequence": case.seq,
         "microbatches": case.microbatches,
         "batch_parts": parts,
+        "unroll": case.unroll,
         "products": case.products,
         "param_gather": case.param_gather,
         **bubble(plan, case.microbatches),
