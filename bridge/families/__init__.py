@@ -13,6 +13,7 @@ from bridge.families import (
     aria,
     bamba,
     biogpt,
+    bitnet,
     bloom,
     codegen,
     cohere,
@@ -146,7 +147,7 @@ _MODULES = (
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
-    aria,
+    *(aria, bitnet),
 )
 
 

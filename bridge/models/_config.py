@@ -77,6 +77,7 @@ class DecoderConfig(DecoderFields):
         its head.
       attention_gate_per_head: Whether that is one number a head, which has no bias.
       clip_qkv: Bound on queries, keys and values; None for no bound.
+      inner_norms: Whether attention and MLPs norm what their projections back read.
       differential_attention: Whether heads attend in pairs, of which one subtracts from
         the other.
       dynamic_mask_size: Longest row of attention whose keys have a bias, made of their

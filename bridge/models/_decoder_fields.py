@@ -102,6 +102,7 @@ class DecoderFields:
     attention_gate: bool = False
     attention_gate_per_head: bool = False
     clip_qkv: float | None = None
+    inner_norms: bool = False
     differential_attention: bool = False
     dynamic_mask_size: int | None = None
     mla: MLAConfig | None = None

@@ -68,6 +68,7 @@ class SelfAttention(nnx.Module):
             (config.hidden_size,),
             bias=config.attention_out_bias,
         )
+        self.inner_norm = _inner_norm(config, param_dtype)
         sinks = jnp.zeros(heads, param_dtype)
         self.sinks = nnx.Param(sinks) if config.attention_sinks else None
         self.attention = attention
@@ -100,7 +101,7 @@ class SelfAttention(nnx.Module):
         out = self.attention(
             query, key, value, segment_ids=segment_ids, **self._score_options(window)
         )
-        return self.o_proj(self._gated(out, x))
+        return self.o_proj(self._finish(out, x))
 
     def extend(
         self,
@@ -127,10 +128,12 @@ class SelfAttention(nnx.Module):
         new = KeyValues(key, value)
         options = {**self._score_options(window), "first": tables.chunk_start}
         out, cache = attend_cached(query, new, cache, slots, **options)
-        return self.o_proj(self._gated(out, x)), cache
+        return self.o_proj(self._finish(out, x)), cache
 
-    def _gated(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
-        return out if self.q_gate is None else out * jax.nn.sigmoid(self.q_gate(x))
+    def _finish(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
+        if self.q_gate is not None:
+            out = out * jax.nn.sigmoid(self.q_gate(x))
+        return out if self.inner_norm is None else self.inner_norm(out)
 
     def _in_chunks(
         self, segment_ids: Int[Array, "batch seq"] | None, tables: PositionTables
@@ -339,6 +342,13 @@ def _value_norm(
         return None
     kind, epsilon = config.norm, config.norm_eps
     return Norm(heads[1:], kind, epsilon, scale=False, param_dtype=param_dtype)
+
+
+def _inner_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm | None:
+    if not config.inner_norms:
+        return None
+    shape = (config.num_attention_heads, config.v_head_dim)
+    return Norm(shape, config.norm, config.norm_eps, dims=2, param_dtype=param_dtype)
 
 
 def _head_norm(

@@ -23,6 +23,8 @@ _COLUMNS = {
     "up_proj.kernel": -1,
     "gate_proj.bias": -1,
     "up_proj.bias": -1,
+    "mlp.inner_norm.scale": -1,
+    "self_attn.inner_norm.scale": -2,
     "experts.gate_up_proj": -1,
     "experts.up_proj": -1,
     "experts.gate_up_bias": -1,

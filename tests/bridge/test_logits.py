@@ -296,6 +296,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "window of biased keys": ("doge", {"sliding_window": 8}),
     "half turned behind norms": ("persimmon", {"rope.partial_rotary_factor": 1.0}),
     "squared activation": ("persimmon", {"hidden_act": "relu"}),
+    "activation between norms": ("bitnet", {"hidden_act": "relu"}),
+    "epsilon of inner norms": ("bitnet", {"norm_eps": 1e-6}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),

@@ -1012,6 +1012,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 1.0,
         "hidden_act": "gelu",
     },
+    "bitnet": {"model_type": "bitnet", "rms_norm_eps": 1e-3},
+    "bitnet-biased": {
+        "model_type": "bitnet",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        **TWO,
+    },
     "xglm": {"model_type": "xglm", **TWO},
     "xglm-odd": {
         "model_type": "xglm",

@@ -42,6 +42,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "attn_logit_softcapping": (None, "it has no softcap"),
     "final_logit_softcapping": (None, "it has no softcap"),
     "clip_qkv": (None, "it does not clip"),
+    "inner_norms": (False, "its projections back read what is not normed"),
     "differential_attention": (False, "its heads subtract nothing"),
     "dynamic_mask_size": (None, "its keys have no bias"),
     "learned_residual": (False, "it has no multiplier of the residual stream"),
