@@ -112,6 +112,7 @@ CASES = {
     ),
     "biases of keys over tp": Case("doge", {"tp": 2}, EVEN),
     "norms inside over tp": Case("bitnet", {"tp": 2}, EVEN),
+    "a tied head with a bias over tp": Case("modernbert", {"tp": 2}, EVEN),
     "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),
     "sines over pp": Case("xglm", {"pp": 2}, stack="layers"),
     "experts beside shared ones over ep": Case("aria", {"ep": 2}),

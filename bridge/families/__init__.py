@@ -90,6 +90,7 @@ from bridge.families import (
     ministral3,
     mistral,
     mixtral,
+    modernbert_decoder,
     mpt,
     nanochat,
     nemotron,
@@ -147,7 +148,7 @@ _MODULES = (
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
-    *(aria, bitnet),
+    *(aria, bitnet, modernbert_decoder),
 )
 
 

@@ -154,10 +154,13 @@ class DecoderConfig(DecoderFields):
       dense_branch: Whether an MLP, attention and a second MLP, all dense, run beside
         the experts of each layer.
       mixer_only_layers: Indices of layers without MLP or experts.
+      unnormed_mixer_layers: Indices of layers whose mixer reads the stream as it is.
       mlp_sizes: Indices of layers whose dense MLP is not `intermediate_size` wide, each
         with its width.
       tie_word_embeddings: Whether the embedding is also the output projection.
       head_bias: Whether the output projection has a bias.
+      head_transform: Projection, activation and norm of what the output projection
+        reads; None for none.
       initializer_range: Standard deviation of the initial weights.
       bos_token_id: Token that begins a text, or None.
       eos_token_id: Token or tokens that end a text, or None.
@@ -229,6 +232,7 @@ class DecoderConfig(DecoderFields):
                 widths.get(i),
                 COMPRESSIONS.get(types[i]),
                 i in self.hash_layers,
+                i not in self.unnormed_mixer_layers,
             )
             for i in layers
         )

@@ -298,6 +298,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "squared activation": ("persimmon", {"hidden_act": "relu"}),
     "activation between norms": ("bitnet", {"hidden_act": "relu"}),
     "epsilon of inner norms": ("bitnet", {"norm_eps": 1e-6}),
+    "activation before the head": (
+        "modernbert",
+        {"head_transform.hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "window behind a full layer": ("modernbert", {"sliding_window": 8}),
+    "base of full layers alone": ("modernbert", {"rope.rope_theta": 1e4}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
@@ -329,6 +335,14 @@ def without_norms_of_states(model: Decoder) -> None:
 
 def without_embedding_norm(model: Decoder) -> None:
     model.embed_norm = None
+
+
+def without_head_transform(model: Decoder) -> None:
+    model.head_transform = None
+
+
+def without_head_bias(model: Decoder) -> None:
+    model.lm_head = None
 
 
 def without_learned_activation(model: Decoder) -> None:
@@ -364,6 +378,8 @@ def with_keys_of_the_first_layer(model: Decoder) -> None:
 
 # Parts that have weights, so that no config without them loads the same file.
 LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
+    "transform before the head": ("modernbert", without_head_transform),
+    "bias of a tied head": ("modernbert", without_head_bias),
     "normed embeddings": ("bloom", without_embedding_norm),
     "learned activation": ("apertus", without_learned_activation),
     "norms of time steps": ("jamba", without_norms_of_time_steps),

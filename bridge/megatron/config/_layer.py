@@ -74,6 +74,8 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "qk_norm_after_rope": (False, "it norms heads before the rope"),
     "qk_norm_bias": (False, "its norms of heads have no bias of their own"),
     "head_bias": (False, "its output layer has no bias"),
+    "head_transform": (None, "its output layer reads the normed stream"),
+    "unnormed_mixer_layers": ((), "all its attention reads what is normed"),
     "mlp_sizes": ((), "all its MLPs have one width"),
     "sinusoidal_positions": (False, "its positions are learned or rotary"),
     "position_offset": (0, "its positions begin at row 0"),
