@@ -108,7 +108,8 @@ def _read_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_ropes(config: DecoderConfig) -> dict[str, Any]:
     written = {**_ROPES.write(config), "rope_scaling": None}
-    return {**written, _BASE: written.pop("rope_theta")}
+    written[_BASE] = written.pop("rope_theta")
+    return written
 
 
 def _ignore(config: DecoderConfig) -> tuple[str, ...]:

@@ -298,10 +298,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "squared activation": ("persimmon", {"hidden_act": "relu"}),
     "activation between norms": ("bitnet", {"hidden_act": "relu"}),
     "epsilon of inner norms": ("bitnet", {"norm_eps": 1e-6}),
-    "activation before the head": (
-        "modernbert",
-        {"head_transform.hidden_act": "gelu_pytorch_tanh"},
-    ),
+    "activation before the head": ("modernbert", {"head_transform.hidden_act": "relu"}),
     "window behind a full layer": ("modernbert", {"sliding_window": 8}),
     "base of full layers alone": ("modernbert", {"rope.rope_theta": 1e4}),
     "rows of sines": ("xglm", {"position_offset": 1}),

@@ -116,6 +116,8 @@ def test_defaults_of_text_parts_are_those_of_transformers(kind):
     # What layers take where their class has no such field.
     said = {"head_dim": None, "partial_rotary_factor": 1.0, "eos_token_id": None}
     said |= {"hidden_size_per_layer_input": 0}
+    if kind == "glm_ocr_text":
+        said |= {"attention_bias": False}
     said |= made.to_dict()
     said |= {"rope_theta": said["rope_parameters"].get("rope_theta")}
     if "num_experts" in given:  # of the class, under another name; all are normed
