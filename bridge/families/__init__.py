@@ -19,6 +19,7 @@ from bridge.families import (
     cohere,
     cohere2,
     cohere2_moe,
+    cohere_compass,
     cwm,
     dbrx,
     deepseek,
@@ -89,6 +90,7 @@ from bridge.families import (
     ministral,
     ministral3,
     mistral,
+    mistral4,
     mixtral,
     modernbert_decoder,
     mpt,
@@ -148,7 +150,7 @@ _MODULES = (
     *(codegen, dbrx, flint, kolibri1, deepseek, lfm3, nemotron_nas),
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
-    *(aria, bitnet, modernbert_decoder),
+    *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
 )
 
 

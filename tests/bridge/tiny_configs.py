@@ -1041,6 +1041,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         **TWO,
     },
+    "mistral4": {
+        "model_type": "mistral4",
+        **LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "rope_parameters": {**DEEPSEEK_ROPE, "llama_4_scaling_beta": 0.3},
+    },
+    "cohere_compass": {
+        "model_type": "cohere_compass_text",
+        "logit_scale": 0.5,
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        **ALTERNATING,
+    },
+    "cohere_compass-turned": {
+        "model_type": "cohere_compass_text",
+        "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": {**LINEAR_ROPE, "rope_theta": 1e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **ALTERNATING,
+    },
     "xglm": {"model_type": "xglm", **TWO},
     "xglm-odd": {
         "model_type": "xglm",
