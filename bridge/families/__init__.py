@@ -73,6 +73,7 @@ from bridge.families import (
     jamba,
     kimi_linear,
     kolibri1,
+    lara_mini,
     lfm2,
     lfm2_moe,
     lfm3,
@@ -151,6 +152,7 @@ _MODULES = (
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
+    lara_mini,
 )
 
 

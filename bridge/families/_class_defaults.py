@@ -116,9 +116,13 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "eos_token_id": None,
         "pad_token_id": None,
     },
-    "granite4_vision_text": _sizes(32000, 4096, 11008, 32, 32),
+    "granite4_vision_text": {
+        **_sizes(32000, 4096, 11008, 32, 32),
+        "num_key_value_heads": 32,
+    },
     "hunyuan_vl_text": {
         **_sizes(290943, 4096, 11008, 32, 32),
+        "num_key_value_heads": 32,
         "head_dim": None,
         "tie_word_embeddings": True,
     },

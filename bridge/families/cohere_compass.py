@@ -76,8 +76,6 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     still = {types[layer] for layer in config.no_rope_layers}
     ropes = {FULL: config.rope, SLIDING: config.sliding_rope or config.rope}
     return {
-        "rope_theta": None,
-        "rope_scaling": None,
         _NAME: {
             kind: None
             if rope is None or kind in still

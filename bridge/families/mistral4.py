@@ -16,6 +16,7 @@ from bridge.families._fields import moe, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._layer_types import first_dense
 from bridge.families._sparse import key_mappings
+from bridge.models import DecoderConfig
 
 _ABSENT = {
     "rope_type": "yarn",
@@ -50,9 +51,18 @@ def _read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
             unread = (_PARTIAL, _LENGTH)
             plain[name] = {k: v for k, v in given.items() if k not in unread}
     beside = fields[_PARTIAL]
-    if beside not in (None, part):
+    if beside not in (None, 1, part):
         raise ValueError(f"{_PARTIAL} = {beside!r}: the sizes of heads say {part}")
     return _ROPE.read({**fields, **plain, _PARTIAL: None})
+
+
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    written, mla = _ROPE.write(config), config.mla
+    assert mla is not None
+    part = {_PARTIAL: mla.qk_rope_head_dim / mla.qk_head_dim}
+    # transformers takes it for 1 where `rope_scaling` does not say.
+    ropes = {name: written[name] for name in _growing_queries.ROPES}
+    return {**written, **{name: {**r, **part} for name, r in ropes.items() if r}}
 
 
 FAMILY = Family(
@@ -77,7 +87,7 @@ FAMILY = Family(
         ),
     },
     transforms=(
-        FieldTransform(_ROPE.names, _read_rope, _ROPE.write, _ROPE.defaults),
+        FieldTransform(_ROPE.names, _read_rope, _write_rope, _ROPE.defaults),
         first_dense(0),
         _deepseek.shared_experts(1),
         _deepseek.derived_sizes(whole=True),
@@ -85,6 +95,7 @@ FAMILY = Family(
     constants={"moe.group_scoring": "top2_sum"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     passthrough={"output_router_logits": False, "pretraining_tp": 1},
-    key_mappings=key_mappings(latent_attention, _deepseek.shared),
+    # Files have the experts of a layer as one tensor.
+    key_mappings=key_mappings(latent_attention, _deepseek.shared)[::-1],
     ignore=ignore_tied_head,
 )

@@ -35,7 +35,7 @@ _WITHOUT = frozenset(
     | {"falcon_mamba", "codegen", "dbrx", "deepseek", "flint", "kolibri1"}
     | {"lfm3", "nemotron-nas", "minimax_m3_vl_text", "deepseek_v4"}
     | {"longcat_flash", "mimo_v2_flash", "kimi_linear", "cohere2_moe"}
-    | {"olmo_hybrid", "recurrent_gemma", "xglm", "aria_text", "bitnet"}
+    | {"olmo_hybrid", "recurrent_gemma", "xglm", "aria_text", "bitnet", "lara_mini"}
 )
 
 

@@ -310,6 +310,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         "cohere_compass-turned",
         {"sliding_rope": None},
     ),
+    "turning in full layers beside delta nets": ("lara_mini", {"no_rope_layers": ()}),
+    "window beside delta nets": ("lara_mini", {"sliding_window": 8}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
