@@ -111,6 +111,9 @@ CASES = {
         "diffllama", {"pp": 2}, {"num_hidden_layers": 4}, "layers"
     ),
     "biases of keys over tp": Case("doge", {"tp": 2}, EVEN),
+    "gated latents beside bounded decays over tp": Case(
+        "bailing_hybrid", {"tp": 2}, EVEN
+    ),
     "norms inside over tp": Case("bitnet", {"tp": 2}, EVEN),
     "a tied head with a bias over tp": Case("modernbert", {"tp": 2}, EVEN),
     "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),

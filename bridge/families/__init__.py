@@ -11,6 +11,7 @@ from bridge.families import (
     apertus,
     arcee,
     aria,
+    bailing_hybrid,
     bamba,
     biogpt,
     bitnet,
@@ -152,7 +153,7 @@ _MODULES = (
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
-    lara_mini,
+    *(lara_mini, bailing_hybrid),
 )
 
 

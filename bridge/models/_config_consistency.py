@@ -242,7 +242,10 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
     if not config.norm_scale and scaled:
         wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
     if config.attention_gate and config.mla:
-        wrong.append("attention_gate: latent attention has none")
+        if not config.attention_gate_per_head:
+            wrong.append("attention_gate: latent attention has attention_gate_per_head")
+        if config.indexer:
+            wrong.append("attention_gate: not beside indexer")
     if config.attention_gate_per_head and not config.attention_gate:
         wrong.append("attention_gate_per_head: attention_gate is not set")
     if config.rope is not None and config.learned_positions:

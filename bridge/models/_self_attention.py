@@ -249,7 +249,8 @@ class LatentAttention(SelfAttention):
     generation, is mathematically the same and has no benefit for training.
 
     Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`,
-      `modeling_longcat_flash.py::LongcatFlashMLA`.
+      `modeling_longcat_flash.py::LongcatFlashMLA`,
+      `modeling_bailing_hybrid.py::BailingHybridAttention`, for gates.
     """
 
     def _make_projections(
@@ -274,7 +275,8 @@ class LatentAttention(SelfAttention):
         self.kv_a_layernorm = norm(rank)
         self.kv_b_proj = linear(rank, (heads, mla.qk_nope_head_dim + mla.v_head_dim))
         self.kv_rank, self.nope_head_dim = mla.kv_lora_rank, mla.qk_nope_head_dim
-        self.q_gate = None
+        gated = config.attention_gate
+        self.q_gate = linear((config.hidden_size,), (heads, 1)) if gated else None
         self.has_q_lora = mla.q_lora_rank is not None
         ranks = (mla.q_lora_rank or config.hidden_size, mla.kv_lora_rank)
         factors = [(config.hidden_size / rank) ** 0.5 for rank in ranks]
@@ -306,6 +308,11 @@ class LatentAttention(SelfAttention):
             _scaled(jnp.concatenate([query, query_rope], axis=-1), tables),
             jnp.concatenate([key, key_rope], axis=-1),
             value,
+        )
+
+    def _finish(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
+        return super()._finish(
+            out, x if self.q_gate is None else self.constrain(x, "input")
         )
 
     def _query_latent(

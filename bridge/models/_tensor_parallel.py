@@ -121,7 +121,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     rows = [config.vocab_size, added.vocab_size if added else 0]
     if any(count % ranks for count in rows):
         whole += _VOCABULARY
-    if config.delta_net is not None and config.delta_net.decay_rank is not None:
+    if config.delta_net is not None and config.delta_net.decay_by_dim:
         by_dim = {"delta_net.a_proj.kernel": -2, "delta_net.dt_bias": -2}
     else:
         by_dim = {}

@@ -32,6 +32,7 @@ from bridge.models import (
 )
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
+from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention
 
 pytestmark = [pytest.mark.torch, pytest.mark.each_case]
@@ -312,6 +313,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "turning in full layers beside delta nets": ("lara_mini", {"no_rope_layers": ()}),
     "window beside delta nets": ("lara_mini", {"sliding_window": 8}),
+    "bound of decays": ("bailing_hybrid", {"delta_net.decay_bound": -3.0}),
+    "pairs of gated latents": ("bailing_hybrid", {"rope.interleaved": False}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
@@ -343,6 +346,12 @@ def without_norms_of_states(model: Decoder) -> None:
 
 def without_embedding_norm(model: Decoder) -> None:
     model.embed_norm = None
+
+
+def without_gates_of_heads(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, LatentAttention):
+            module.q_gate = None
 
 
 def without_head_transform(model: Decoder) -> None:
@@ -386,6 +395,7 @@ def with_keys_of_the_first_layer(model: Decoder) -> None:
 
 # Parts that have weights, so that no config without them loads the same file.
 LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
+    "gates of latent attention": ("bailing_hybrid", without_gates_of_heads),
     "transform before the head": ("modernbert", without_head_transform),
     "bias of a tied head": ("modernbert", without_head_bias),
     "normed embeddings": ("bloom", without_embedding_norm),
