@@ -1083,6 +1083,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "moe_intermediate_size": 24,
         "layer_group_size": 2,
+        # Near 0: products of small decays are rounded otherwise on either side.
+        "kda_lower_bound": -1.0,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
     },
