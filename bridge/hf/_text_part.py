@@ -8,8 +8,7 @@ from bridge.families._class_defaults import CLASS_DEFAULTS, TEXT_DEFAULTS
 from bridge.hf._config_file import THINKER
 
 # Multimodal models whose text part is the very model of its family: transformers makes
-# it of `text_config` alone, and texts without images attend as there. PaliGemma, say,
-# is none of them: all of its prompt attends to all of it.
+# it of `text_config` alone, and texts without images attend as there.
 MULTIMODAL = frozenset(
     """
     aria audioflamingo3 aya_vision blip-2 cohere2_vision cohere_compass deepseek_vl
@@ -26,6 +25,10 @@ MULTIMODAL = frozenset(
     vipllava voxtral
     """.split()
 )
+# Why the text part of another is not the model of its family.
+_OTHERWISE = {
+    "paligemma": " The tokens of its prompts attend to those behind them as well."
+}
 # Multimodal models whose published files have the fields of the text part beside those
 # of the others.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
@@ -64,6 +67,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
             f"model_type {model_type!r} with a text_config of model_type {kind!r} is "
             f"not supported. Text parts are read of {', '.join(sorted(MULTIMODAL))}, "
             f"where they are one of {', '.join(sorted(NAMES))}."
+            + _OTHERWISE.get(str(model_type), "")
         )
     shared = {name: fields[name] for name in _SHARED if name in fields}
     if not any(text.get(name) for name in _DTYPES):
