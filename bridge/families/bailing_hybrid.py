@@ -92,7 +92,7 @@ def _attention(config: DecoderConfig, at: str, out: str) -> Rules:
     own = (
         rule
         for rule in latent_attention(config, at)
-        if not rule.destination.startswith("self_attn.o_proj")
+        if not rule.destinations[0].startswith("self_attn.o_proj")
     )
     back = "embed (heads v_head_dim) -> heads v_head_dim embed"
     bias = "embed -> embed" if config.attention_out_bias else None

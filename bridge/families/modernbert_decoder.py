@@ -22,20 +22,19 @@ from bridge.rules._rules import Rule
 _LOCAL, _WINDOW, _TYPES = "local_attention", "sliding_window", "layer_types"
 _EVERY = "global_attn_every_n_layers"
 _BASE = "global_rope_theta"
-_INSIDE = ("mlp embed -> embed mlp",) * 2
 
 
-def _fused(leaf: str, to: str, layouts: tuple[str, str]) -> Rule:
+def _fused(leaf: str, to: str, layout: str) -> Rule:
     ours = (f"mlp.gate_proj.{to}", f"mlp.up_proj.{to}")
-    return Rule(f"mlp.Wi.{leaf}", ours, layouts)
+    return Rule(f"mlp.Wi.{leaf}", ours, (layout, layout))
 
 
 def _mlp(config: DecoderConfig) -> Rules:
     biased = config.mlp_bias
-    biases = (_fused("bias", "bias", ("mlp -> mlp",) * 2),) if biased else ()
+    biases = (_fused("bias", "bias", "mlp -> mlp"),) if biased else ()
     back = "embed -> embed" if biased else None
     return (
-        _fused("weight", "kernel", _INSIDE),
+        _fused("weight", "kernel", "mlp embed -> embed mlp"),
         *biases,
         *linear("mlp.Wo", "mlp.down_proj", "embed mlp -> mlp embed", back),
     )
