@@ -6,6 +6,7 @@ Source: transformers `configuration_bailing_hybrid.py`, `modeling_bailing_hybrid
   `conversion_mapping.py`.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,6 +154,8 @@ _IN_MEMORY = KeyMapping(
     Layers(_AT, _layer(_mix_in_memory, "e_score_correction_bias", FUSED_EXPERTS)),
 )
 
+# transformers makes other types of as many dims as `head_dim` says.
+_ROPE = rope(6000000.0, interleaved=True, types=("default",))
 _SIZES = {
     # transformers derives the first ones of the second, and writes all.
     "linear_head_dim": ("head_dim", 128),
@@ -252,8 +255,9 @@ FAMILY = Family(
         "pad_token_id": Field(156892),
     },
     transforms=(
-        # transformers makes other types of as many dims as `head_dim` says.
-        rope(6000000.0, interleaved=True, types=("default",)),
+        dataclasses.replace(
+            _ROPE, defaults={**_ROPE.defaults, "rope_theta": 6000000.0}
+        ),
         mixer_types({_LINEAR: "delta_net"}, _absent, {_EVERY: 6}),
         first_dense_or_by_type(2),
         FieldTransform(
