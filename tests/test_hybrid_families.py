@@ -114,6 +114,7 @@ CASES = {
     "gated latents beside bounded decays over tp": Case(
         "bailing_hybrid", {"tp": 2}, EVEN
     ),
+    "query heads by type of layer over tp": Case("laguna", {"tp": 2}, EVEN),
     "norms inside over tp": Case("bitnet", {"tp": 2}, EVEN),
     "a tied head with a bias over tp": Case("modernbert", {"tp": 2}, EVEN),
     "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),

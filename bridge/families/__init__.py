@@ -74,6 +74,7 @@ from bridge.families import (
     jamba,
     kimi_linear,
     kolibri1,
+    laguna,
     lara_mini,
     lfm2,
     lfm2_moe,
@@ -153,7 +154,7 @@ _MODULES = (
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
-    *(lara_mini, bailing_hybrid),
+    *(lara_mini, bailing_hybrid, laguna),
 )
 
 

@@ -74,7 +74,7 @@ def of_full_layers(rules: Rules) -> Rules:
     )
 
 
-_OF_FULL = re.compile(r"\b(head_dim|v_head_dim|kv_heads)\b")
+_OF_FULL = re.compile(r"\b(head_dim|v_head_dim|heads|kv_heads)\b")
 
 
 def attention_out(

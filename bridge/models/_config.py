@@ -73,9 +73,10 @@ class DecoderConfig(DecoderFields):
       final_logit_softcapping: Bound of the logits, applied by tanh; None for no bound.
       attention_sinks: Whether each head has a learned score that takes part in the
         softmax but has no value.
-      attention_gate: Whether a sigmoid, projected with each query, scales the output of
+      attention_gate: Whether a gate, projected with each query, scales the output of
         its head.
       attention_gate_per_head: Whether that is one number a head, which has no bias.
+      attention_gate_activation: Activation of the gate.
       clip_qkv: Bound on queries, keys and values; None for no bound.
       inner_norms: Whether attention and MLPs norm what their projections back read.
       differential_attention: Whether heads attend in pairs, of which one subtracts from
@@ -269,6 +270,7 @@ class DecoderConfig(DecoderFields):
             full_attention=None,
             kv_sharing=None,
             head_dim=full.head_dim,
+            num_attention_heads=full.num_attention_heads or self.num_attention_heads,
             num_key_value_heads=full.num_key_value_heads,
             attention_sinks=self.attention_sinks and full.sinks,
         )

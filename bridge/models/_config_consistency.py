@@ -246,6 +246,8 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
             wrong.append("attention_gate: latent attention has attention_gate_per_head")
         if config.indexer:
             wrong.append("attention_gate: not beside indexer")
+    if config.attention_gate_activation != "sigmoid" and not config.attention_gate:
+        wrong.append("attention_gate_activation: attention_gate is not set")
     if config.attention_gate_per_head and not config.attention_gate:
         wrong.append("attention_gate_per_head: attention_gate is not set")
     if config.rope is not None and config.learned_positions:
@@ -277,9 +279,10 @@ def _inconsistent_full_attention(config: DecoderFields) -> list[str]:
     if (full := config.full_attention) is None:
         return []
     wrong = []
-    if config.num_attention_heads % full.num_key_value_heads:
+    heads = full.num_attention_heads or config.num_attention_heads
+    if heads % full.num_key_value_heads:
         wrong.append(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple "
+            f"num_attention_heads {heads} is not a multiple "
             f"of full_attention.num_key_value_heads {full.num_key_value_heads}"
         )
     if config.mla or config.rope is None or config.no_rope_layers:

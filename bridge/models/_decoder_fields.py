@@ -102,6 +102,7 @@ class DecoderFields:
     attention_sinks: bool = False
     attention_gate: bool = False
     attention_gate_per_head: bool = False
+    attention_gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     clip_qkv: float | None = None
     inner_norms: bool = False
     differential_attention: bool = False

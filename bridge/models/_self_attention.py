@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ MakeLinear = Callable[..., Linear]
 
 # transformers uses this for the norms of latent vectors, regardless of the config.
 _LATENT_NORM_EPS = 1e-6
+_GATES = MappingProxyType({"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus})
 # Upper bound on the chunks of a row: with segment ids below 2**16,
 # segment * 2**15 + chunk fits int32.
 _MOST_CHUNKS = 2**15
@@ -69,6 +71,7 @@ class SelfAttention(nnx.Module):
             bias=config.attention_out_bias,
         )
         self.inner_norm = _inner_norm(config, param_dtype)
+        self.gate_activation = _GATES[config.attention_gate_activation]
         sinks = jnp.zeros(heads, param_dtype)
         self.sinks = nnx.Param(sinks) if config.attention_sinks else None
         self.attention = attention
@@ -132,7 +135,7 @@ class SelfAttention(nnx.Module):
 
     def _finish(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
         if self.q_gate is not None:
-            out = out * jax.nn.sigmoid(self.q_gate(x))
+            out = out * self.gate_activation(self.q_gate(x))
         return out if self.inner_norm is None else self.inner_norm(out)
 
     def _in_chunks(

@@ -139,6 +139,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     sizes = {}
     if "lightning" in mixers or any(kind.attends for kind in config.layer_kinds):
         sizes["num_attention_heads"] = config.num_attention_heads
+        if (full := config.full_attention) and full.num_attention_heads:
+            sizes["full_attention.num_attention_heads"] = full.num_attention_heads
     if (compressed := config.compressed_attention) is not None:
         sizes["compressed_attention.o_groups"] = compressed.o_groups
     if "delta_net" in mixers and (delta := config.delta_net) is not None:

@@ -315,6 +315,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "window beside delta nets": ("lara_mini", {"sliding_window": 8}),
     "bound of decays": ("bailing_hybrid", {"delta_net.decay_bound": -3.0}),
     "pairs of gated latents": ("bailing_hybrid", {"rope.interleaved": False}),
+    "activation of gates": ("laguna", {"attention_gate_activation": "sigmoid"}),
+    "scaling of experts beside gates": ("laguna", {"moe.routed_scaling_factor": 1.0}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
