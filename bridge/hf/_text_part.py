@@ -31,11 +31,18 @@ _OTHERWISE = {
 }
 # Multimodal models whose published files have the fields of the text part beside those
 # of the others.
-_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+_FLAT = {
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "paddleocr_vl": "paddleocr_vl_text",
+    "hunyuan_vl": "hunyuan_vl_text",
+}
 # Text parts of published files that do not say their model_type.
 _UNNAMED = {"minimax_m3_vl": "minimax_m3_vl_text"}
 # How three positions of an image share the rotary dims; those of texts are equal.
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_OF_IMAGES = ("mrope_section", "mrope_interleaved", "xdrope_section")
+# Types of such ropes, and what they are of texts.
+_PLAIN_TYPES = {"mrope": "default", "xdrope": "dynamic"}
 _ROPES = ("rope_parameters", "rope_scaling")
 _SHARED = (
     *("quantization_config", "tie_word_embeddings", "auto_map"),
@@ -111,7 +118,9 @@ def _text_of(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
         named = {"model_type": _UNNAMED[model_type]} if model_type in _UNNAMED else {}
         return {**named, **text}
     if isinstance(model_type, str) and model_type in _FLAT:
-        return {**fields, "model_type": _FLAT[model_type]}
+        # The class is the one of the entire model.
+        text = {name: v for name, v in fields.items() if name != "architectures"}
+        return {**text, "model_type": _FLAT[model_type]}
     return None
 
 
@@ -119,7 +128,7 @@ def _with_ropes_of_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields, their ropes without what is of images alone."""
     ropes = {
         name: {
-            key: "default" if value == "mrope" else value
+            key: _PLAIN_TYPES.get(str(value), value)
             for key, value in fields[name].items()
             if key not in _OF_IMAGES
         }

@@ -316,7 +316,7 @@ def test_a_config_that_no_model_of_the_family_has_is_refused(variant, changes, m
         ({"quantization_config": "fp8"}, ["quantization_config = 'fp8'"]),
         (
             {"quantization_config": {"quant_method": "bitnet"}},
-            ["quantization_config", "'bitnet'", "fp8", "round weights and activations"],
+            ["quantization_config", "'bitnet'", "fp8", "bfloat16"],
         ),
         (
             {"quantization_config": {"quant_method": "hqq"}},

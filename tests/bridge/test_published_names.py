@@ -317,7 +317,7 @@ def test_defaults_of_classes_are_those_of_transformers(model_type):
     [
         (
             {"model_type": "paligemma"},
-            ["'paligemma'", "'llama'", "llava", "prompts attend"],
+            ["'paligemma'", "'llama'", "llava"],
         ),
         (
             {"text_config": {"model_type": "ctrl"}},
