@@ -111,6 +111,12 @@ CASES = {
         "diffllama", {"pp": 2}, {"num_hidden_layers": 4}, "layers"
     ),
     "biases of keys over tp": Case("doge", {"tp": 2}, EVEN),
+    "gated latents beside bounded decays over tp": Case(
+        "bailing_hybrid", {"tp": 2}, EVEN
+    ),
+    "query heads by type of layer over tp": Case("laguna", {"tp": 2}, EVEN),
+    "norms inside over tp": Case("bitnet", {"tp": 2}, EVEN),
+    "a tied head with a bias over tp": Case("modernbert", {"tp": 2}, EVEN),
     "biased norms of heads over tp": Case("persimmon", {"tp": 2}, EVEN),
     "sines over pp": Case("xglm", {"pp": 2}, stack="layers"),
     "experts beside shared ones over ep": Case("aria", {"ep": 2}),

@@ -74,7 +74,7 @@ def of_full_layers(rules: Rules) -> Rules:
     )
 
 
-_OF_FULL = re.compile(r"\b(head_dim|v_head_dim|kv_heads)\b")
+_OF_FULL = re.compile(r"\b(head_dim|v_head_dim|heads|kv_heads)\b")
 
 
 def attention_out(
@@ -257,10 +257,9 @@ def outside(
         found = (Rule(f"{embed}.weight", "embed_tokens.embedding", table),)
         if config.norm_scale:
             found += norms({norm: "norm"}, bias=config.norm_bias)
-        if config.tie_word_embeddings:
-            return found
         bias = "vocab -> vocab" if config.head_bias else None
-        return found + linear(head, "lm_head", "vocab embed -> embed vocab", bias)
+        own = linear(head, "lm_head", "vocab embed -> embed vocab", bias)
+        return found + (own[1:] if config.tie_word_embeddings else own)
 
     return rules
 

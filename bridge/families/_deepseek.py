@@ -95,10 +95,18 @@ def ignore_further(config: DecoderConfig) -> tuple[str, ...]:
 
 
 # transformers derives these from the others; a file that says otherwise is refused.
-def _derived() -> FieldTransform:
+def derived_sizes(*, whole: bool = False) -> FieldTransform:
+    """Reads sizes that follow from others.
+
+    Args:
+      whole: Whether `head_dim` of these files is that of a query; else it is the part
+        of it that turns.
+    """
+
     def read(fields):
         rope, nope = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
-        expected = {"head_dim": rope, "qk_head_dim": rope + nope}
+        all_dims = rope + nope
+        expected = {"head_dim": all_dims if whole else rope, "qk_head_dim": all_dims}
         wrong = [
             f"{name} = {fields[name]!r}: the other sizes say {value}"
             for name, value in expected.items()
@@ -112,5 +120,5 @@ def _derived() -> FieldTransform:
     return FieldTransform(names, read, lambda config: {}, dict.fromkeys(names))
 
 
-DERIVED_SIZES = _derived()
+DERIVED_SIZES = derived_sizes()
 """`head_dim` of these files is the rotary part of a head, and follows."""

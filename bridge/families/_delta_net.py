@@ -71,6 +71,23 @@ def delta_net_apart(config: DecoderConfig) -> Rules:
     )
 
 
+def delta_net_fused(config: DecoderConfig) -> Rules:
+    """Delta net whose projections are one tensor: q, k, v, z, b and a."""
+    del config
+    keys = f"{_KEYS} embed -> embed key_heads key_dim"
+    values = f"{_VALUES} embed -> embed value_heads value_dim"
+    scalars = "value_heads embed -> embed value_heads"
+    return (
+        Rule(
+            f"{_AT}in_proj.weight",
+            tuple(f"{_TO}{name}_proj.kernel" for name in "qkvzba"),
+            (keys, keys, values, values, scalars, scalars),
+        ),
+        *(rule for rule in _RECURRENCE if rule.destination != f"{_TO}norm.scale"),
+        Rule(f"{_AT}out_norm.weight", f"{_TO}norm.scale", "value_dim -> value_dim"),
+    )
+
+
 _CONV_OF_KEYS = f"{_KEYS} one conv_kernel -> key_heads key_dim (one conv_kernel)"
 _CONV_OF_VALUES = (
     f"{_VALUES} one conv_kernel -> value_heads value_dim (one conv_kernel)"

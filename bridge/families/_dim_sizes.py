@@ -80,6 +80,7 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
         }
     if (full := config.full_attention) is not None:
         sizes |= {
+            "full_heads": full.num_attention_heads or config.num_attention_heads,
             "full_head_dim": full.head_dim,
             "full_v_head_dim": config.value_head_dim or full.head_dim,
             "full_kv_heads": full.num_key_value_heads,

@@ -27,6 +27,7 @@ FAMILY = dataclasses.replace(
     llama.FAMILY,
     model_type="diffllama",
     architecture="DiffLlamaForCausalLM",
+    also_named=(),
     fields={**_FIELDS, "rms_norm_eps": Field(1e-5, "norm_eps")},
     constants={"differential_attention": True},
     # How the vectors are initialized.

@@ -32,7 +32,8 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
 FAMILY = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
-    also_named=("glm4v_text",),  # text part of GLM-4.1V and GLM-4.6V-Flash
+    # Text parts of GLM-4.1V and GLM-4.6V-Flash, and of GLM-OCR.
+    also_named=("glm4v_text", "glm_ocr_text"),
     fields={
         **SIZES,
         **tokens(None, (151329, 151336, 151338), 151329),

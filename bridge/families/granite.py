@@ -11,7 +11,8 @@ from bridge.families._hf_rope import rope
 FAMILY = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    also_named=("granite_docling_text",),  # text part of Granite for Docling
+    # Text parts of Granite for Docling and of Granite 4 Vision.
+    also_named=("granite_docling_text", "granite4_vision_text"),
     fields={
         **SIZES,
         **tokens(1, 2),

@@ -25,6 +25,7 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
 FAMILY = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
+    also_named=("hunyuan_vl_text",),  # text part of HunyuanOCR
     fields=_hunyuan.FIELDS,
     transforms=(_hunyuan.ROPE,),
     constants=_hunyuan.CONSTANTS,

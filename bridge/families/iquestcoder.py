@@ -12,6 +12,7 @@ FAMILY = dataclasses.replace(
     llama.FAMILY,
     model_type="iquestcoder",
     architecture="IQuestCoderForCausalLM",
+    also_named=(),
     also_architectures=("LlamaForCausalLM",),  # what transformers makes of it
     fields={
         **llama.FAMILY.fields,

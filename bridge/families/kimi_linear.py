@@ -239,6 +239,7 @@ FAMILY = Family(
         "rope": None,
         "learned_positions": False,
         "delta_net.gate_activation": "sigmoid",
+        "delta_net.decay_by_dim": True,
     },
     optional=("delta_net",),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},

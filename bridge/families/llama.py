@@ -11,6 +11,7 @@ from bridge.families._hf_rope import rope
 FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    also_named=("paddleocr_vl_text",),  # text part of PaddleOCR-VL
     fields={
         **SIZES,
         **tokens(1, 2),

@@ -16,9 +16,12 @@ _CAUSAL, _SCORED = "ForCausalLM", "ForSequenceClassification"
 # Whose class with a score has another name than the one with logits.
 _OTHER_NAMES = {
     "gpt2": "GPT2ForSequenceClassification",
+    "cohere_compass_text": "CohereCompassTextForSequenceClassification",
     "gemma3_text": "Gemma3TextForSequenceClassification",
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
 }
+# Whose class with a score has a projection and a norm of its own before it.
+_TRANSFORMED = frozenset({"modernbert-decoder"})
 # Model types for which transformers has no class with a score.
 _WITHOUT = frozenset(
     {"apertus", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "falcon_h1"}
@@ -32,7 +35,8 @@ _WITHOUT = frozenset(
     | {"falcon_mamba", "codegen", "dbrx", "deepseek", "flint", "kolibri1"}
     | {"lfm3", "nemotron-nas", "minimax_m3_vl_text", "deepseek_v4"}
     | {"longcat_flash", "mimo_v2_flash", "kimi_linear", "cohere2_moe"}
-    | {"olmo_hybrid", "recurrent_gemma", "xglm", "aria_text"}
+    | {"olmo_hybrid", "recurrent_gemma", "xglm", "aria_text", "bitnet", "lara_mini"}
+    | {"bailing_hybrid", "laguna"}
 )
 
 
@@ -81,6 +85,12 @@ def _scored_architecture(config: DecoderConfig) -> str:
             f"model_type {name!r}: transformers has no class of it with a score, so "
             "that nothing could load the model. Export one of a family that has, such "
             "as llama or qwen3."
+        )
+    if name in _TRANSFORMED:
+        raise ValueError(
+            f"model_type {name!r}: transformers' class of it with a score transforms "
+            "the states before it, which is not modelled. Export one of a family whose "
+            "class does not, such as llama or qwen3."
         )
     usual = find_family(name).architecture.replace(_CAUSAL, _SCORED)
     return _OTHER_NAMES.get(name, usual)

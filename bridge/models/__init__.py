@@ -36,6 +36,9 @@ from bridge.models._full_attention_config import (
 from bridge.models._generate import Generated as Generated
 from bridge.models._generate import generate as generate
 from bridge.models._grouped import grouped_matmul as grouped_matmul
+from bridge.models._head_transform_config import (
+    HeadTransformConfig as HeadTransformConfig,
+)
 from bridge.models._hyper_connections_config import (
     HyperConnectionsConfig as HyperConnectionsConfig,
 )

@@ -75,7 +75,7 @@ class BlockSparseAttention(SelfAttention):
         query, key, value = self._project(x, tables)
         sinks = None if self.sinks is None else self.sinks[...]
         out = attend(query, key, value, self.scale, selected, self.softcap, sinks)
-        return self.o_proj(self._gated(out, x))
+        return self.o_proj(self._finish(out, x))
 
     def extend(
         self,
@@ -113,7 +113,7 @@ class BlockSparseAttention(SelfAttention):
         out, attended = attend_cached(
             query, new, cache.attention, slots, **options, selected=selected
         )
-        return self.o_proj(self._gated(out, x)), IndexedKeyValues(attended, keys)
+        return self.o_proj(self._finish(out, x)), IndexedKeyValues(attended, keys)
 
 
 def block_indexer_paths(config: DecoderConfig) -> tuple[str, ...]:

@@ -73,10 +73,12 @@ class DecoderConfig(DecoderFields):
       final_logit_softcapping: Bound of the logits, applied by tanh; None for no bound.
       attention_sinks: Whether each head has a learned score that takes part in the
         softmax but has no value.
-      attention_gate: Whether a sigmoid, projected with each query, scales the output of
+      attention_gate: Whether a gate, projected with each query, scales the output of
         its head.
       attention_gate_per_head: Whether that is one number a head, which has no bias.
+      attention_gate_activation: Activation of the gate.
       clip_qkv: Bound on queries, keys and values; None for no bound.
+      inner_norms: Whether attention and MLPs norm what their projections back read.
       differential_attention: Whether heads attend in pairs, of which one subtracts from
         the other.
       dynamic_mask_size: Longest row of attention whose keys have a bias, made of their
@@ -153,10 +155,13 @@ class DecoderConfig(DecoderFields):
       dense_branch: Whether an MLP, attention and a second MLP, all dense, run beside
         the experts of each layer.
       mixer_only_layers: Indices of layers without MLP or experts.
+      unnormed_mixer_layers: Indices of layers whose mixer reads the stream as it is.
       mlp_sizes: Indices of layers whose dense MLP is not `intermediate_size` wide, each
         with its width.
       tie_word_embeddings: Whether the embedding is also the output projection.
       head_bias: Whether the output projection has a bias.
+      head_transform: Projection, activation and norm of what the output projection
+        reads; None for none.
       initializer_range: Standard deviation of the initial weights.
       bos_token_id: Token that begins a text, or None.
       eos_token_id: Token or tokens that end a text, or None.
@@ -228,6 +233,7 @@ class DecoderConfig(DecoderFields):
                 widths.get(i),
                 COMPRESSIONS.get(types[i]),
                 i in self.hash_layers,
+                i not in self.unnormed_mixer_layers,
             )
             for i in layers
         )
@@ -264,6 +270,7 @@ class DecoderConfig(DecoderFields):
             full_attention=None,
             kv_sharing=None,
             head_dim=full.head_dim,
+            num_attention_heads=full.num_attention_heads or self.num_attention_heads,
             num_key_value_heads=full.num_key_value_heads,
             attention_sinks=self.attention_sinks and full.sinks,
         )

@@ -238,13 +238,16 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
         wrong.append("hidden_act 'xielu': rg_lru has no learned activation")
     if config.moe and config.moe.expert_bias and not config.gated_mlp:
         wrong.append("moe.expert_bias: only gated experts have biases")
-    if config.tie_word_embeddings and config.head_bias:
-        wrong.append("head_bias: a tied output projection has none")
     scaled = config.norm_bias or config.qk_norm not in (None, "l2") or config.mla
     if not config.norm_scale and scaled:
         wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
     if config.attention_gate and config.mla:
-        wrong.append("attention_gate: latent attention has none")
+        if not config.attention_gate_per_head:
+            wrong.append("attention_gate: latent attention has attention_gate_per_head")
+        if config.indexer:
+            wrong.append("attention_gate: not beside indexer")
+    if config.attention_gate_activation != "sigmoid" and not config.attention_gate:
+        wrong.append("attention_gate_activation: attention_gate is not set")
     if config.attention_gate_per_head and not config.attention_gate:
         wrong.append("attention_gate_per_head: attention_gate is not set")
     if config.rope is not None and config.learned_positions:
@@ -276,9 +279,10 @@ def _inconsistent_full_attention(config: DecoderFields) -> list[str]:
     if (full := config.full_attention) is None:
         return []
     wrong = []
-    if config.num_attention_heads % full.num_key_value_heads:
+    heads = full.num_attention_heads or config.num_attention_heads
+    if heads % full.num_key_value_heads:
         wrong.append(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple "
+            f"num_attention_heads {heads} is not a multiple "
             f"of full_attention.num_key_value_heads {full.num_key_value_heads}"
         )
     if config.mla or config.rope is None or config.no_rope_layers:
@@ -320,7 +324,7 @@ def _inconsistent_layers(config: DecoderFields) -> list[str]:
     if config.dense_layers and config.moe is None:
         wrong.append("dense_layers are set, but there is no moe")
     listed = ("dense_layers", "hash_layers", "no_rope_layers", "mixer_only_layers")
-    for name in (*listed, "cut_gate_layers"):
+    for name in (*listed, "cut_gate_layers", "unnormed_mixer_layers"):
         if outside := [i for i in getattr(config, name) if not 0 <= i < layers]:
             wrong.append(f"{name} {outside} are none of the {layers} layers")
     wrong += _inconsistent_widths(config)
@@ -330,6 +334,8 @@ def _inconsistent_layers(config: DecoderFields) -> list[str]:
     if "none" in (types or ()) or config.mixer_only_layers:
         if config.norm_placement != "pre":
             wrong.append("layers without mixer or MLP: norm_placement is 'pre'")
+    if config.unnormed_mixer_layers and config.norm_placement != "pre":
+        wrong.append("unnormed_mixer_layers: norm_placement is 'pre'")
     if config.rope is None and (config.sliding_rope or config.no_rope_layers):
         wrong.append("sliding_rope and no_rope_layers need a rope")
     return wrong

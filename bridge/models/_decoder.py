@@ -8,15 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, DTypeLike, Float
 
-from bridge.models._altup import StreamProjections
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._decoder_parts import make_head, make_norm
+from bridge.models._decoder_parts import make_norm, make_streams
 from bridge.models._float8 import Product, plain_product
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
-from bridge.models._hyper_connections import StreamEnds
+from bridge.models._head import finish_logits, make_head, make_head_transform
 from bridge.models._layer_inputs import position_tables
 from bridge.models._layer_loop import (
     Scan,
@@ -34,7 +33,7 @@ from bridge.models._layer_mixer import Stream
 from bridge.models._layer_products import LayerProducts, products_of_layers
 from bridge.models._layer_stacks import make_layers, stacks_of_blocks
 from bridge.models._layer_state import LayerState
-from bridge.models._linear import Embedding
+from bridge.models._linear import Embedding, Linear
 from bridge.models._moe import Dispatch, sorted_dispatch
 from bridge.models._per_layer_input import PerLayerInputs
 from bridge.models._positions import (
@@ -47,7 +46,6 @@ from bridge.models._positions import (
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._routes import Routes, check_routes
-from bridge.models._scale import scale_by
 from bridge.models._start import Start
 from bridge.models._token_embedding import scale_embeddings, sinusoids
 from bridge.models._token_experts import TokenExperts
@@ -141,8 +139,8 @@ class Decoder(nnx.Module):
             products=self.products[0],
         )
         self.norm = make_norm(config, param_dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = make_head(config, rngs, param_dtype)
+        self.head_transform = make_head_transform(config, rngs, param_dtype)
+        self.lm_head = make_head(config, rngs, param_dtype)
 
     def _make_inputs(
         self,
@@ -158,16 +156,13 @@ class Decoder(nnx.Module):
         longest = config.max_position_embeddings + config.position_offset
         learned = config.learned_positions
         self.embed_positions = table(longest, embed) if learned else None
-        inputs = streams = None
+        inputs = None
         if config.per_layer_input is not None:
             inputs = PerLayerInputs(
                 config, rngs=rngs, param_dtype=param_dtype, constrain=constrain
             )
-        if config.altup is not None:
-            streams = StreamProjections(config, rngs=rngs, param_dtype=param_dtype)
-        if config.hyper_connections is not None:
-            streams = StreamEnds(config, rngs=rngs, param_dtype=param_dtype)
-        self.per_layer_inputs, self.streams = inputs, streams
+        self.per_layer_inputs = inputs
+        self.streams = make_streams(config, rngs, param_dtype)
         self.token_experts = TokenExperts(config) if config.hash_layers else None
         normed = config.embedding_norm
         self.embed_norm = make_norm(config, param_dtype) if normed else None
@@ -227,8 +222,11 @@ class Decoder(nnx.Module):
         self, states: Float[Array, "batch seq embed"]
     ) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of states returned by `final_states` or `extend`."""
-        tied = self.config.tie_word_embeddings
-        logits = self.embed_tokens.attend(states) if tied else self.lm_head(states)
+        if isinstance(self.lm_head, Linear):
+            logits = self.lm_head(states)
+        else:
+            logits = self.embed_tokens.attend(states)
+            logits = logits if self.lm_head is None else self.lm_head(logits)
         return self.finish_logits(self.constrain(logits, "logits"))
 
     def extend(
@@ -253,7 +251,7 @@ class Decoder(nnx.Module):
         """
         start = self._start(tokens, positions)
         x, cache = self._run(extend_layer, start, positions, is_token, cache=cache)
-        return self.constrain(self.norm(x), "input"), cache
+        return self._head_input(x), cache
 
     def final_states(
         self,
@@ -285,8 +283,7 @@ class Decoder(nnx.Module):
             check_routes(self.config, tokens, experts)
         start = self._start(tokens, positions)
         x, stats = self._run(apply_layer, start, segment_ids, experts=experts)
-        states = self.constrain(self.norm(x), "input")
-        return states, in_layer_order(self.config, stats)
+        return self._head_input(x), in_layer_order(self.config, stats)
 
     def chosen_experts(
         self,
@@ -312,24 +309,19 @@ class Decoder(nnx.Module):
 
     def head_kernel(self) -> Float[Array, "embed vocab"]:
         """Returns the head's kernel; with tied embeddings, the transposed embedding."""
-        if self.config.tie_word_embeddings:
-            return self.embed_tokens.embedding[...].T
-        return self.lm_head.kernel[...]
+        if isinstance(self.lm_head, Linear):
+            return self.lm_head.kernel[...]
+        return self.embed_tokens.embedding[...].T
 
     def head_bias(self) -> Float[Array, " vocab"] | None:
         """Returns the head's bias, or None if it has none."""
-        if self.config.tie_word_embeddings or self.lm_head.bias is None:
+        if self.lm_head is None or self.lm_head.bias is None:
             return None
         return self.lm_head.bias[...]
 
     def finish_logits(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
         """Scales and soft-caps products of head and states, elementwise."""
-        config = self.config
-        logits = scale_by(logits, config.logit_scale)
-        logits = scale_by(logits, 1 / config.logits_scaling)
-        if (cap := config.final_logit_softcapping) is not None:
-            logits = cap * jnp.tanh(logits / cap)
-        return logits
+        return finish_logits(self.config, logits)
 
     def hidden_states(
         self,
@@ -348,6 +340,11 @@ class Decoder(nnx.Module):
         states = in_layer_order(self.config, states)
         states = states if self.streams is None else self.streams.shown(states)
         return jnp.concatenate([start.x[None], states[:-1], self.norm(x)[None]])
+
+    def _head_input(self, x: Stream) -> Stream:
+        states = self.constrain(self.norm(x), "input")
+        transform = self.head_transform
+        return states if transform is None else transform(states)
 
     def _start(self, tokens: Ids, positions: Ids | None) -> Start:
         """Returns what the layers receive."""

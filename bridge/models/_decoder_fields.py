@@ -10,6 +10,7 @@ from bridge.models._block_indexer_config import BlockIndexerConfig
 from bridge.models._compressed_attention_config import CompressedAttentionConfig
 from bridge.models._delta_net_config import DeltaNetConfig
 from bridge.models._full_attention_config import FullAttentionConfig
+from bridge.models._head_transform_config import HeadTransformConfig
 from bridge.models._hyper_connections_config import HyperConnectionsConfig
 from bridge.models._indexer_config import IndexerConfig
 from bridge.models._kv_sharing_config import KVSharingConfig
@@ -101,7 +102,9 @@ class DecoderFields:
     attention_sinks: bool = False
     attention_gate: bool = False
     attention_gate_per_head: bool = False
+    attention_gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     clip_qkv: float | None = None
+    inner_norms: bool = False
     differential_attention: bool = False
     dynamic_mask_size: int | None = None
     mla: MLAConfig | None = None
@@ -150,9 +153,11 @@ class DecoderFields:
     hash_layers: tuple[int, ...] = ()
     dense_branch: bool = False
     mixer_only_layers: tuple[int, ...] = ()
+    unnormed_mixer_layers: tuple[int, ...] = ()
     mlp_sizes: tuple[tuple[int, int], ...] = ()
     tie_word_embeddings: bool = False
     head_bias: bool = False
+    head_transform: HeadTransformConfig | None = None
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None

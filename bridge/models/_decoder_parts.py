@@ -6,6 +6,7 @@ from typing import NamedTuple
 from flax import nnx
 from jaxtyping import DTypeLike
 
+from bridge.models._altup import StreamProjections
 from bridge.models._attention import Attention
 from bridge.models._block_sparse_attention import BlockSparseAttention
 from bridge.models._compressed_attention import CompressedAttention
@@ -14,10 +15,10 @@ from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
 from bridge.models._differential_attention import DifferentialAttention
 from bridge.models._dynamic_mask_attention import DynamicMaskAttention
+from bridge.models._hyper_connections import StreamEnds
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._lightning import LightningAttention
-from bridge.models._linear import Linear
 from bridge.models._mamba import Mamba
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
@@ -89,20 +90,28 @@ def make_norms(
         return make_norm(config, param_dtype) if exists else None
 
     return LayerNorms(
-        norm(before and mixes), norm(after), norm(own and feeds), norm(after)
+        norm(before and mixes and kind.norms_mixer),
+        norm(after),
+        norm(own and feeds),
+        norm(after),
     )
 
 
-def make_head(config: DecoderConfig, rngs: nnx.Rngs, param_dtype: DTypeLike) -> Linear:
-    """Returns the output projection of a decoder without tied embeddings."""
-    return Linear(
-        (config.hidden_size,),
-        (config.vocab_size,),
-        bias=config.head_bias,
-        std=config.initializer_range,
-        rngs=rngs,
-        param_dtype=param_dtype,
-    )
+def make_streams(
+    config: DecoderConfig, rngs: nnx.Rngs, param_dtype: DTypeLike
+) -> StreamProjections | StreamEnds | None:
+    """Returns what makes several streams of one, and one of them; None of one stream.
+
+    Args:
+      config: Config of the decoder.
+      rngs: Source of keys.
+      param_dtype: Dtype of the parameters.
+    """
+    if config.hyper_connections is not None:
+        return StreamEnds(config, rngs=rngs, param_dtype=param_dtype)
+    if config.altup is not None:
+        return StreamProjections(config, rngs=rngs, param_dtype=param_dtype)
+    return None
 
 
 def make_attention(

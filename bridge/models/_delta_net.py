@@ -45,6 +45,7 @@ class DeltaNet(RecurrentMixer):
 
     Source: transformers `modeling_qwen3_next.py::Qwen3NextGatedDeltaNet`,
       `modeling_kimi_linear.py::KimiLinearDeltaAttention`,
+      `modeling_bailing_hybrid.py::BailingHybridDeltaAttention`,
       `modeling_olmo_hybrid.py::OlmoHybridGatedDeltaNet`.
     """
 
@@ -67,7 +68,7 @@ class DeltaNet(RecurrentMixer):
         self.k_proj = linear(embed, keys)
         self.v_proj = linear(embed, values)
         self.b_proj = linear(embed, heads)
-        rank, steps = sizes.gate_rank, heads if sizes.decay_rank is None else keys
+        rank, steps = sizes.gate_rank, keys if sizes.decay_by_dim else heads
         self.z_down = None if rank is None else linear(embed, (rank,))
         self.z_proj = linear(embed if rank is None else (rank,), values)
         rank = sizes.decay_rank
@@ -77,6 +78,7 @@ class DeltaNet(RecurrentMixer):
         self.q_conv, self.k_conv, self.v_conv = conv(keys), conv(keys), conv(values)
         self.a_log = nnx.Param(jnp.zeros(heads, param_dtype))
         self.dt_bias = nnx.Param(jnp.ones(steps, param_dtype))
+        self.by_dim, self.bound = sizes.decay_by_dim, sizes.decay_bound
         self.gate_activation = sizes.gate_activation
         self.beta_factor = sizes.beta_factor
         eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
@@ -114,9 +116,7 @@ class DeltaNet(RecurrentMixer):
         query = jnp.repeat(_unit(query) * query.shape[-1] ** -0.5, times, axis=2)
         key = jnp.repeat(_unit(key), times, axis=2)
         beta = scale_by(jax.nn.sigmoid(made.beta), self.beta_factor).astype(wide)
-        step = jax.nn.softplus(made.step.astype(wide) + _of_heads(self.dt_bias, wide))
-        rate = -jnp.exp(_of_heads(self.a_log, wide))
-        log_decay = (rate if self.a_down is None else rate[..., None]) * step
+        log_decay = self._log_decay(made.step.astype(wide))
         if is_token is not None:  # Padding changes nothing.
             beta = jnp.where(is_token[..., None], beta, 0)
             seen = jnp.expand_dims(is_token, tuple(range(2, log_decay.ndim)))
@@ -125,6 +125,16 @@ class DeltaNet(RecurrentMixer):
             query, key, value, log_decay, beta, memory, segment_ids
         )
         return out.astype(dtype), memory
+
+    def _log_decay(
+        self, step: Float[Array, "batch seq heads *key_dim"]
+    ) -> Float[Array, "batch seq heads *key_dim"]:
+        step = step + _of_heads(self.dt_bias, step.dtype)
+        rate = jnp.exp(_of_heads(self.a_log, step.dtype))
+        rate = rate[..., None] if self.by_dim else rate
+        if self.bound is None:
+            return -rate * jax.nn.softplus(step)
+        return scale_by(jax.nn.sigmoid(rate * step), self.bound)
 
     def _finish(self, made: _Inputs, out: Heads) -> Stream:
         wide = jnp.promote_types(out.dtype, jnp.float32)

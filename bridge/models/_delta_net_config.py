@@ -16,8 +16,11 @@ class DeltaNetConfig:
       key_head_dim: Width of a query or key head.
       value_head_dim: Width of a value head.
       kernel_size: Number of tokens that the convolution before it sees.
-      decay_rank: Width of the vectors from which a decay is projected for each dim of
-        each key head; None for one decay a head.
+      decay_by_dim: Whether each dim of a key head has a decay; else the head has one.
+      decay_rank: Width of the vectors from which decays of each dim are projected; None
+        to project decays from the token.
+      decay_bound: Least logarithm of a decay, negative, which a sigmoid multiplies;
+        None for decays without a bound.
       gate_rank: Width of the vectors from which the gate of the output is projected;
         None to project it from the token.
       gate_activation: Activation of that gate.
@@ -37,7 +40,9 @@ class DeltaNetConfig:
     key_head_dim: int
     value_head_dim: int
     kernel_size: int = 4
+    decay_by_dim: bool = False
     decay_rank: int | None = None
+    decay_bound: float | None = None
     gate_rank: int | None = None
     gate_activation: Literal["silu", "sigmoid"] = "silu"
     beta_factor: float = 1.0
@@ -51,11 +56,19 @@ class DeltaNetConfig:
                 f"num_value_heads {self.num_value_heads} is not a multiple of "
                 f"num_key_heads {self.num_key_heads}"
             ]
-        if not wrong and self.decay_rank and self.num_value_heads != self.num_key_heads:
+        if (
+            not wrong
+            and self.decay_by_dim
+            and self.num_value_heads != self.num_key_heads
+        ):
             wrong = [
-                f"decay_rank {self.decay_rank}: num_key_heads {self.num_key_heads} are "
+                f"decay_by_dim: num_key_heads {self.num_key_heads} are "
                 f"as many as num_value_heads {self.num_value_heads}"
             ]
+        if self.decay_rank is not None and not self.decay_by_dim:
+            wrong = [*wrong, "decay_rank: decay_by_dim is not set"]
+        if self.decay_bound is not None and not self.decay_bound < 0:
+            wrong = [*wrong, f"decay_bound {self.decay_bound} is not negative"]
         raise_if("DeltaNetConfig", wrong)
 
 

@@ -1,4 +1,4 @@
-"""Checks of fields that differential attention and biased keys exclude."""
+"""Checks of fields that some kinds of attention, and norms inside it, exclude."""
 
 from bridge.models._decoder_fields import DecoderFields
 
@@ -6,6 +6,11 @@ _NOT_BESIDE = (
     *("mla", "full_attention", "kv_sharing", "indexer", "block_indexer"),
     *("compressed_attention", "attention_gate", "value_head_dim", "alibi_bias_max"),
     *("attention_chunk_size", "dense_branch"),
+)
+
+_NOT_BESIDE_INNER_NORMS = (
+    *("differential_attention", "dynamic_mask_size", "compressed_attention", "moe"),
+    *("kv_sharing", "indexer", "mla", "dense_branch"),
 )
 
 
@@ -19,7 +24,7 @@ def inconsistent_heads(config: DecoderFields) -> list[str]:
     given = [name for name in names if getattr(config, name)]
     if len(given) > 1:
         return [f"{' and '.join(given)}: one of both"]
-    wrong = [
+    wrong = _inconsistent_inner_norms(config) + [
         f"{name}: not beside {other}"
         for name in given
         for other in _NOT_BESIDE
@@ -31,3 +36,15 @@ def inconsistent_heads(config: DecoderFields) -> list[str]:
             f"{config.num_key_value_heads} is odd, and heads subtract in pairs"
         )
     return wrong
+
+
+def _inconsistent_inner_norms(config: DecoderFields) -> list[str]:
+    if not config.inner_norms:
+        return []
+    wrong = [
+        f"inner_norms: not beside {name}"
+        for name in _NOT_BESIDE_INNER_NORMS
+        if getattr(config, name)
+    ]
+    types = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
+    return wrong + [f"inner_norms: not beside {name}" for name in sorted(types)]

@@ -44,6 +44,7 @@ class LayerKind:
       mlp_size: Width inside its MLP; None for that of the config.
       compresses: Entries that its attention reads; None for none.
       hashes: Whether the experts of a token follow from its id.
+      norms_mixer: Whether its mixer reads a normed stream.
     """
 
     mixer: Mixer | None = "attention"
@@ -55,6 +56,7 @@ class LayerKind:
     mlp_size: int | None = None
     compresses: Compression | None = None
     hashes: bool = False
+    norms_mixer: bool = True
 
     @property
     def attends(self) -> bool:

@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float
 from bridge.models._config import DecoderConfig
 from bridge.models._linear import Linear
 from bridge.models._multipliers_config import MultipliersConfig
+from bridge.models._norm import Norm
 from bridge.models._scale import scale_by
 from bridge.models._xielu import XIELU
 
@@ -95,6 +96,11 @@ class MLP(nnx.Module):
         self.gate_proj = linear(embed, inside) if config.gated_mlp else None
         self.up_proj = linear(embed, inside)
         self.down_proj = linear(inside, embed)
+        norm = None
+        if config.inner_norms:
+            kind = (config.norm, config.norm_eps)
+            norm = Norm(inside, *kind, param_dtype=param_dtype)
+        self.inner_norm = norm
         learned = config.hidden_act == "xielu"
         self.xielu = XIELU(param_dtype=param_dtype) if learned else None
         self.activation = config.hidden_act
@@ -114,6 +120,7 @@ class MLP(nnx.Module):
         else:
             gate = self._largest(scale_by(self.gate_proj(x), self.multipliers.gate))
             inside = gated(activation, gate, self.up_proj(x), self.limit, self.alpha)
+        inside = inside if self.inner_norm is None else self.inner_norm(inside)
         return scale_by(self.down_proj(inside), self.multipliers.down)
 
     def _largest(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ MakeLinear = Callable[..., Linear]
 
 # transformers uses this for the norms of latent vectors, regardless of the config.
 _LATENT_NORM_EPS = 1e-6
+_GATES = MappingProxyType({"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus})
 # Upper bound on the chunks of a row: with segment ids below 2**16,
 # segment * 2**15 + chunk fits int32.
 _MOST_CHUNKS = 2**15
@@ -68,6 +70,8 @@ class SelfAttention(nnx.Module):
             (config.hidden_size,),
             bias=config.attention_out_bias,
         )
+        self.inner_norm = _inner_norm(config, param_dtype)
+        self.gate_activation = _GATES[config.attention_gate_activation]
         sinks = jnp.zeros(heads, param_dtype)
         self.sinks = nnx.Param(sinks) if config.attention_sinks else None
         self.attention = attention
@@ -100,7 +104,7 @@ class SelfAttention(nnx.Module):
         out = self.attention(
             query, key, value, segment_ids=segment_ids, **self._score_options(window)
         )
-        return self.o_proj(self._gated(out, x))
+        return self.o_proj(self._finish(out, x))
 
     def extend(
         self,
@@ -127,10 +131,12 @@ class SelfAttention(nnx.Module):
         new = KeyValues(key, value)
         options = {**self._score_options(window), "first": tables.chunk_start}
         out, cache = attend_cached(query, new, cache, slots, **options)
-        return self.o_proj(self._gated(out, x)), cache
+        return self.o_proj(self._finish(out, x)), cache
 
-    def _gated(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
-        return out if self.q_gate is None else out * jax.nn.sigmoid(self.q_gate(x))
+    def _finish(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
+        if self.q_gate is not None:
+            out = out * self.gate_activation(self.q_gate(x))
+        return out if self.inner_norm is None else self.inner_norm(out)
 
     def _in_chunks(
         self, segment_ids: Int[Array, "batch seq"] | None, tables: PositionTables
@@ -246,7 +252,8 @@ class LatentAttention(SelfAttention):
     generation, is mathematically the same and has no benefit for training.
 
     Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`,
-      `modeling_longcat_flash.py::LongcatFlashMLA`.
+      `modeling_longcat_flash.py::LongcatFlashMLA`,
+      `modeling_bailing_hybrid.py::BailingHybridAttention`, for gates.
     """
 
     def _make_projections(
@@ -271,7 +278,8 @@ class LatentAttention(SelfAttention):
         self.kv_a_layernorm = norm(rank)
         self.kv_b_proj = linear(rank, (heads, mla.qk_nope_head_dim + mla.v_head_dim))
         self.kv_rank, self.nope_head_dim = mla.kv_lora_rank, mla.qk_nope_head_dim
-        self.q_gate = None
+        gated = config.attention_gate
+        self.q_gate = linear((config.hidden_size,), (heads, 1)) if gated else None
         self.has_q_lora = mla.q_lora_rank is not None
         ranks = (mla.q_lora_rank or config.hidden_size, mla.kv_lora_rank)
         factors = [(config.hidden_size / rank) ** 0.5 for rank in ranks]
@@ -303,6 +311,11 @@ class LatentAttention(SelfAttention):
             _scaled(jnp.concatenate([query, query_rope], axis=-1), tables),
             jnp.concatenate([key, key_rope], axis=-1),
             value,
+        )
+
+    def _finish(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
+        return super()._finish(
+            out, x if self.q_gate is None else self.constrain(x, "input")
         )
 
     def _query_latent(
@@ -339,6 +352,13 @@ def _value_norm(
         return None
     kind, epsilon = config.norm, config.norm_eps
     return Norm(heads[1:], kind, epsilon, scale=False, param_dtype=param_dtype)
+
+
+def _inner_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm | None:
+    if not config.inner_norms:
+        return None
+    shape = (config.num_attention_heads, config.v_head_dim)
+    return Norm(shape, config.norm, config.norm_eps, dims=2, param_dtype=param_dtype)
 
 
 def _head_norm(

@@ -23,6 +23,8 @@ _COLUMNS = {
     "up_proj.kernel": -1,
     "gate_proj.bias": -1,
     "up_proj.bias": -1,
+    "mlp.inner_norm.scale": -1,
+    "self_attn.inner_norm.scale": -2,
     "experts.gate_up_proj": -1,
     "experts.up_proj": -1,
     "experts.gate_up_bias": -1,
@@ -119,7 +121,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     rows = [config.vocab_size, added.vocab_size if added else 0]
     if any(count % ranks for count in rows):
         whole += _VOCABULARY
-    if config.delta_net is not None and config.delta_net.decay_rank is not None:
+    if config.delta_net is not None and config.delta_net.decay_by_dim:
         by_dim = {"delta_net.a_proj.kernel": -2, "delta_net.dt_bias": -2}
     else:
         by_dim = {}
@@ -137,6 +139,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     sizes = {}
     if "lightning" in mixers or any(kind.attends for kind in config.layer_kinds):
         sizes["num_attention_heads"] = config.num_attention_heads
+        if (full := config.full_attention) and full.num_attention_heads:
+            sizes["full_attention.num_attention_heads"] = full.num_attention_heads
     if (compressed := config.compressed_attention) is not None:
         sizes["compressed_attention.o_groups"] = compressed.o_groups
     if "delta_net" in mixers and (delta := config.delta_net) is not None:

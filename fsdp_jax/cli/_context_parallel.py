@@ -81,8 +81,11 @@ def check_context(
             "devices at once, but only the devices of one stage run a layer at a time. "
             "Use --cp-form all_gather or ulysses."
         )
-    heads = config.num_attention_heads
-    if form == "ulysses" and heads % (cp * tp):
+    counts, full = [config.num_attention_heads], config.full_attention
+    if full is not None and full.num_attention_heads is not None:
+        counts.append(full.num_attention_heads)
+    heads = next((count for count in counts if count % (cp * tp)), None)
+    if form == "ulysses" and heads is not None:
         raise ValueError(
             f"cp={cp}, ulysses: the {heads} heads of this model do not divide over cp="
             f"{cp} x tp={tp}. Use the form ring, or fewer ranks."

@@ -50,7 +50,7 @@ class WithScoreHead:
           like: Abstract parameters of a `ScoredDecoder`.
         """
         body = {name: tree for name, tree in _parts(like).items() if name != _SCORE}
-        if not self.config.tie_word_embeddings:
+        if not self.config.tie_word_embeddings or self.config.head_bias:
             plan = plan_decoder(self.config, self.mesh)
             # The strict load reads every tensor of the model: this one is dropped.
             body[_HEAD] = _parts(plan.params)[_HEAD]

@@ -24,6 +24,7 @@ WITHOUT_FACTOR = {
 }
 # Whose layers of each kind have a rope of their own: the field beside is not read.
 BY_LAYER_TYPE = {"gemma4_text", "mellum", "lfm3", "deepseek_v4", "mimo_v2_flash"}
+BY_LAYER_TYPE |= {"cohere_compass_text", "laguna"}
 NOT_WHOLE = TURNED_IN_PART | WITHOUT_FACTOR | BY_LAYER_TYPE
 # Whose attention has no positions, so that the field changes no number.
 NOTHING_TO_TURN = {

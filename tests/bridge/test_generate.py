@@ -30,7 +30,9 @@ VARIANTS = [
     *("glm_moe_dsa", "gemma4", "gemma4-small", "gemma3n", "lfm2_moe", "lfm3"),
     *("deepseek_v4", "minimax_m3", "longcat_flash", "mimo_v2_flash", "minimax"),
     *("kimi_linear", "cohere2_moe", "olmo_hybrid", "recurrent_gemma"),
-    *("diffllama", "doge", "persimmon", "xglm", "biogpt", "aria"),
+    *("diffllama", "doge", "persimmon", "xglm", "biogpt", "bitnet", "aria"),
+    *("modernbert", "mistral4", "cohere_compass", "lara_mini", "bailing_hybrid"),
+    "laguna",
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.

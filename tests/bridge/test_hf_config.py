@@ -215,7 +215,8 @@ def test_a_config_of_any_family_survives_json(variant):
 
 
 # Whose files no transformers 4 reads.
-OF_FIVE = {"mellum", "deepseek_v4", "mimo_v2_flash"}
+OF_FIVE = {"mellum", "deepseek_v4", "mimo_v2_flash", "cohere_compass"}
+OF_FIVE |= {"cohere_compass-turned", "laguna", "laguna-elements"}
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in OF_FIVE])
@@ -313,6 +314,10 @@ def test_a_config_that_no_model_of_the_family_has_is_refused(variant, changes, m
             ["architectures LlamaForCausalLM", "'llama'"],
         ),
         ({"quantization_config": "fp8"}, ["quantization_config = 'fp8'"]),
+        (
+            {"quantization_config": {"quant_method": "bitnet"}},
+            ["quantization_config", "'bitnet'", "fp8", "bfloat16"],
+        ),
         (
             {"quantization_config": {"quant_method": "hqq"}},
             ["quantization_config", "'hqq'", "fp8", "mxfp4"],

@@ -32,6 +32,7 @@ from bridge.models import (
 )
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
+from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention
 
 pytestmark = [pytest.mark.torch, pytest.mark.each_case]
@@ -296,6 +297,26 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "window of biased keys": ("doge", {"sliding_window": 8}),
     "half turned behind norms": ("persimmon", {"rope.partial_rotary_factor": 1.0}),
     "squared activation": ("persimmon", {"hidden_act": "relu"}),
+    "activation between norms": ("bitnet", {"hidden_act": "relu"}),
+    "epsilon of inner norms": ("bitnet", {"norm_eps": 1e-6}),
+    "activation before the head": ("modernbert", {"head_transform.hidden_act": "relu"}),
+    "window behind a full layer": ("modernbert", {"sliding_window": 8}),
+    "base of full layers alone": ("modernbert", {"rope.rope_theta": 1e4}),
+    "growing queries of latents": ("mistral4", {"query_scale.beta": 0.2}),
+    "groups of a softmax": ("mistral4", {"moe.group_scoring": "max"}),
+    "pairs beside growing queries": ("mistral4", {"rope.interleaved": False}),
+    "turning where a type has no rope": ("cohere_compass", {"no_rope_layers": ()}),
+    "halves of heads behind one norm": ("cohere_compass", {"rope.interleaved": True}),
+    "rope of sliding layers beside another": (
+        "cohere_compass-turned",
+        {"sliding_rope": None},
+    ),
+    "turning in full layers beside delta nets": ("lara_mini", {"no_rope_layers": ()}),
+    "window beside delta nets": ("lara_mini", {"sliding_window": 8}),
+    "bound of decays": ("bailing_hybrid", {"delta_net.decay_bound": -3.0}),
+    "pairs of gated latents": ("bailing_hybrid", {"rope.interleaved": False}),
+    "activation of gates": ("laguna", {"attention_gate_activation": "sigmoid"}),
+    "scaling of experts beside gates": ("laguna", {"moe.routed_scaling_factor": 1.0}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
@@ -327,6 +348,20 @@ def without_norms_of_states(model: Decoder) -> None:
 
 def without_embedding_norm(model: Decoder) -> None:
     model.embed_norm = None
+
+
+def without_gates_of_heads(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, LatentAttention):
+            module.q_gate = None
+
+
+def without_head_transform(model: Decoder) -> None:
+    model.head_transform = None
+
+
+def without_head_bias(model: Decoder) -> None:
+    model.lm_head = None
 
 
 def without_learned_activation(model: Decoder) -> None:
@@ -362,6 +397,9 @@ def with_keys_of_the_first_layer(model: Decoder) -> None:
 
 # Parts that have weights, so that no config without them loads the same file.
 LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
+    "gates of latent attention": ("bailing_hybrid", without_gates_of_heads),
+    "transform before the head": ("modernbert", without_head_transform),
+    "bias of a tied head": ("modernbert", without_head_bias),
     "normed embeddings": ("bloom", without_embedding_norm),
     "learned activation": ("apertus", without_learned_activation),
     "norms of time steps": ("jamba", without_norms_of_time_steps),

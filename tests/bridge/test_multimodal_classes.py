@@ -52,9 +52,20 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
     "exaone4_5": {
         "vision_config": _QWEN_VISION["vision_config"] | {"num_key_value_heads": 2}
     },
+    "cohere_compass": {
+        "vision_config": _QWEN_VISION["vision_config"]
+        | {"deepstack_visual_indexes": [0]}
+    },
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 48, "intermediate_size": 12}},
     "granite_docling": {"vision_config": {"out_hidden_size": 48}},
     "glm46v": _QWEN_VISION,
+    "glm_ocr": _QWEN_VISION,
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [0],
+        "downsample_rate": "1/2",
+    },
+    "glmga": _QWEN_VISION,
     "glm4v": _QWEN_VISION,
     "glm4v_moe": _QWEN_VISION,
     "hyperclovax_vision_v2": _QWEN_VISION,
@@ -68,6 +79,19 @@ _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
 _HALF = _MROPE | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 TEXTS: dict[str, dict[str, Any]] = {
+    "cohere_compass": {
+        "rope_parameters": {
+            "full_attention": {
+                **{"rope_type": "default", "rope_theta": 1e4},
+                **{"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+            }
+        }
+    },
+    "fuyu": {"num_key_value_heads": 4},
+    "glm_ocr": {"rope_parameters": _MROPE},
+    "glmga": {"rope_parameters": _HALF},
+    "hunyuan_vl": {"head_dim": 12, "rope_parameters": _MROPE},
+    "paddleocr_vl": {"head_dim": 12, "rope_parameters": _MROPE, "use_bias": False},
     "glm46v": {"rope_parameters": _HALF},
     "minimax_m3_vl": {
         **MINIMAX_M3,
@@ -99,6 +123,15 @@ MOST_UNLIKE = (
     *("nemotron_h_omni", "qwen2_audio", "qwen3_asr", "qwen3_omni_moe_thinker"),
 )
 OTHERS = (
+    *(
+        "cohere_compass",
+        "fuyu",
+        "glm_ocr",
+        "glmga",
+        "granite4_vision",
+        "hunyuan_vl",
+        "paddleocr_vl",
+    ),
     *("audioflamingo3", "cohere2_vision", "deepseek_vl", "fun_asr_nano", "glm46v"),
     *("gemma4_unified", "got_ocr2", "granite_docling"),
     *("granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "idefics3"),

@@ -315,7 +315,10 @@ def test_defaults_of_classes_are_those_of_transformers(model_type):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"model_type": "paligemma"}, ["'paligemma'", "'llama'", "llava"]),
+        (
+            {"model_type": "paligemma"},
+            ["'paligemma'", "'llama'", "llava"],
+        ),
         (
             {"text_config": {"model_type": "ctrl"}},
             ["'llava'", "'ctrl'", "gemma3_text"],

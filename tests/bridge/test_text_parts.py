@@ -93,6 +93,38 @@ def test_experts_of_images_are_published_transposed(tmp_path):
     assert np.abs(ours - theirs).max() <= RELATIVE * np.abs(theirs).max()
 
 
+@pytest.mark.parametrize(
+    "changes, family, turned",
+    [
+        (
+            {"model_type": "paddleocr_vl", "rope_theta": 5e5, "use_3d_rope": True},
+            "llama",
+            ("default", 5e5, None),
+        ),
+        (
+            {
+                "model_type": "hunyuan_vl",
+                "attention_head_dim": 12,
+                "head_dim": 12,
+                "rope_scaling": {
+                    **{"type": "xdrope", "xdrope_section": [2, 2, 1, 1]},
+                    **{"alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
+                },
+            },
+            "hunyuan_v1_dense",
+            ("ntk_alpha", 1e4, 1000.0),
+        ),
+    ],
+)
+def test_text_recognizers_say_all_fields_beside_each_other(changes, family, turned):
+    other_parts = {"vision_config": VISION, "image_token_id": 130}
+    config = bridge.from_hf_config(SIZES | other_parts | changes)
+    assert config.model_type == family
+    assert config.rope is not None
+    found = config.rope
+    assert (found.rope_type, found.rope_theta, found.alpha) == turned
+
+
 def test_a_published_file_may_have_all_fields_beside_each_other():
     fields = SIZES | {
         "model_type": "qwen2_5_vl",
@@ -116,6 +148,8 @@ def test_defaults_of_text_parts_are_those_of_transformers(kind):
     # What layers take where their class has no such field.
     said = {"head_dim": None, "partial_rotary_factor": 1.0, "eos_token_id": None}
     said |= {"hidden_size_per_layer_input": 0}
+    if kind == "glm_ocr_text":
+        said |= {"attention_bias": False}
     said |= made.to_dict()
     said |= {"rope_theta": said["rope_parameters"].get("rope_theta")}
     if "num_experts" in given:  # of the class, under another name; all are normed

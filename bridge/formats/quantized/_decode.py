@@ -40,6 +40,12 @@ DECODED = (
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FP8 = {DTYPES[name] for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0")}
 
+# What a method does besides storing weights in fewer bits.
+_REASONS = {
+    "bitnet": "; its products round weights and activations as well, which is not "
+    "modelled: without quantization_config, weights in bfloat16 are read as plain ones"
+}
+
 
 def undecoded(quantization: Any) -> list[str]:
     """Returns what a `quantization_config` says that is not decoded.
@@ -58,7 +64,7 @@ def undecoded(quantization: Any) -> list[str]:
     if method not in DECODED:
         return [
             f"quantization_config has quant_method {method!r}: only "
-            f"{', '.join(DECODED)} are decoded"
+            f"{', '.join(DECODED)} are decoded{_REASONS.get(str(method), '')}"
         ]
     return [f"quantization_config: {line}" for line in _unmodelled(quantization)]
 
