@@ -546,6 +546,11 @@ def test_tokens_once_a_node_and_in_float8_take_what_is_said():
         f"{seconds[1]:.1f} s with `batch_parts=2` alone"
     ) in page
     assert f"{seconds[2]:.1f} s and {floors[1]:.2f} times." in page
+    # What is hidden slows what hides it.
+    slower = read("overlap_deepseek-v3-by-node-float8-gather_jax0.10.2")["cost_model"]
+    hidden = weights[2]["wire_ms"] * slower["overlap_slowdown"]
+    bound = 1 + hidden / weights[2]["floor_ms"]
+    assert f"it would take {bound:.2f} times the floor" in page
 
 
 def test_rows_between_nodes_take_as_long_by_both_versions_of_jax():
@@ -554,8 +559,8 @@ def test_rows_between_nodes_take_as_long_by_both_versions_of_jax():
         min(row["step_ms"] for row in read(f"{name}_{jax}")["rows"]) / 1e3
         for jax in ("jax0.10.2", "jax0.12.0.1")
     )
-    assert f"{older:.1f}" == f"{newer:.1f}"
-    assert f"takes {newer:.1f} s, as by jax 0.10.2" in said(LIMITS)
+    assert abs(newer / older - 1) < 0.01
+    assert f"takes {newer:.1f} s, by jax 0.10.2 {older:.1f} s" in said(LIMITS)
 
 
 def test_training_with_products_in_float8_comes_to_what_is_said():

@@ -24,6 +24,11 @@ _EFFECT_SECS = 0.5
 _MISSING_SECS = 30.0
 # Handshakes beyond twice the processes of the job that are taken, to name doubles.
 _MAX_DOUBLES = 16
+# What a program can do whose last work takes long.
+_REPORTS = (
+    "A process had ended, and the others may wait for it. If one was at work, let it "
+    "call fsdp_jax.launch.report_progress, or set Timeouts(left_secs=)."
+)
 
 
 class CoordinatorState:
@@ -197,11 +202,10 @@ class CoordinatorState:
         if lost := silent(self.members, now, timeouts.silent_secs):
             texts = describe_silent(lost, now)
             self.end("\n  ".join(texts), blamed=[m.handshake.rank for m in lost])
-        elif still > timeouts.stall_secs or (
-            # After a process has left, a stall cannot resolve itself: end it sooner.
-            still > timeouts.silent_secs and self._any_left()
-        ):
+        elif still > timeouts.stall_secs:
             self.end(self._standstill(now))
+        elif still > timeouts.left_secs and self._any_left():
+            self.end(f"{self._standstill(now)}\n{_REPORTS}")
         elif still > timeouts.report_secs < now - self._reported:
             self._reported = now
             self._report(self._standstill(now))

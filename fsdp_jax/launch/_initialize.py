@@ -22,9 +22,14 @@ import jax
 from fsdp_jax.launch._client import Client, attend
 from fsdp_jax.launch._cluster import JobPlace, check_token, find_place
 from fsdp_jax.launch._coordinator import Coordinator
+from fsdp_jax.launch._exit_status import ExitStatus
 from fsdp_jax.launch._handshake import Handshake, as_facts
 from fsdp_jax.launch._relay import is_proxied, start_relay
 from fsdp_jax.launch._timeouts import Timeouts
+
+# A process waits for the others at its exit, where jax gives up after 300 s. That a job
+# does not end is found by the coordinator, which knows what the others do.
+_SHUTDOWN_SECS = 7 * 24 * 3600
 
 _PACKAGES = ("jax", "jaxlib", "fsdp-jax")
 # Errors of XLA's runtime that the end of another process may cause.
@@ -55,6 +60,7 @@ class _Process:
     client: Client | None = None
     relay: subprocess.Popen[bytes] | None = None
     failed: bool = False
+    exit_status: ExitStatus = dataclasses.field(default_factory=ExitStatus)
 
 
 _process = _Process()
@@ -187,6 +193,7 @@ def _start_jax(place: JobPlace, service: int) -> None:
         place.process_id,
         local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
+        shutdown_timeout_seconds=_SHUTDOWN_SECS,
     )
 
 
@@ -233,16 +240,20 @@ def _tell_of_the_end() -> None:
             before(kind, error, trace)
 
     sys.excepthook = tell
+    _process.exit_status.watch()
     # atexit runs in reverse order: this hook runs before jax's own, which waits for the
     # other processes to end.
     atexit.register(_leave)
 
 
 def _leave() -> None:
+    status = _process.exit_status.of_failure()
+    if status and not _process.failed:
+        _fail(SystemExit(status), is_printed=True)
     if _process.failed:
         # Skips jax's exit hook, which would wait for processes that wait for this one.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(status or 1)
     if _process.client is not None:
         _process.client.leave()

@@ -16,12 +16,15 @@ class Timeouts:
       report_secs: Time without progress in any process after which the position of each
         is printed, and the interval of further reports.
       stall_secs: Time without progress in any process after which the job ends.
+      left_secs: The same once a process has ended, for which others may wait in vain;
+        work that takes longer, such as an export of one process, reports its progress.
     """
 
     start_secs: float = 300
     silent_secs: float = 60
     report_secs: float = 120
     stall_secs: float = 1800
+    left_secs: float = 300
 
     def __post_init__(self):
         wrong = {k: v for k, v in dataclasses.asdict(self).items() if not v > 0}
@@ -32,4 +35,4 @@ class Timeouts:
     @property
     def beat_secs(self) -> float:
         """Interval between heartbeats, in seconds."""
-        return min(self.silent_secs, self.report_secs, self.stall_secs) / 20
+        return min(dataclasses.astuple(self)[1:]) / 20

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 
 import jax
@@ -55,6 +56,13 @@ def raises() -> None:
     """One fails, where the others wait for it within jax."""
     if jax.process_index() == VICTIM:
         raise ValueError("on purpose")
+    multihost_utils.process_allgather(np.zeros(1))
+
+
+def exits() -> None:
+    """One ends by `sys.exit`, where the others wait for it within jax."""
+    if jax.process_index() == VICTIM:
+        sys.exit(3)
     multihost_utils.process_allgather(np.zeros(1))
 
 
@@ -117,6 +125,15 @@ def test_what_one_process_raises_is_said_by_all():
         assert processes.wait(60) == 1, job.said
     for said in others(job):
         assert "process 2 (" in said and "ValueError: on purpose" in said, job.said
+    assert_all_gone(job)
+
+
+def test_the_status_of_a_process_that_exits_with_one_is_that_of_the_job():
+    job = started(exits)
+    with job.processes as processes:
+        assert processes.wait(60) == 3, job.said
+    for said in others(job):
+        assert "process 2 (" in said and "SystemExit: 3" in said, job.said
     assert_all_gone(job)
 
 

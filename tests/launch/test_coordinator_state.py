@@ -9,7 +9,9 @@ from fsdp_jax.launch._coordinator_state import CoordinatorState
 from fsdp_jax.launch._handshake import Handshake, as_facts
 from fsdp_jax.launch._timeouts import Timeouts
 
-PATIENCE = Timeouts(start_secs=100, silent_secs=20, report_secs=30, stall_secs=200)
+PATIENCE = Timeouts(
+    start_secs=100, silent_secs=20, report_secs=30, stall_secs=200, left_secs=40
+)
 
 
 class Job:
@@ -277,11 +279,25 @@ def test_a_job_of_which_some_go_on_is_let_be():
 def test_who_ended_its_program_while_others_wait_ends_them_soon():
     job = started()
     job.say(1, 1.0, left=True)
-    for second in range(0, 30, 5):
+    for second in range(0, 50, 5):
+        # Work that needs no other process, for longer than a silence may last.
+        assert "end" not in job.told()[0]
         for rank in (0, 2):
             job.say(rank, second, step=1, phase="x", secs=float(second))
         job.state.check_timeouts(second)
-    assert "and its program has ended" in job.told()[0]["end"]
+    end = job.told()[0]["end"]
+    assert "and its program has ended" in end
+    assert "report_progress" in end and "left_secs" in end
+
+
+def test_who_reports_progress_is_not_ended_once_another_has_left():
+    job = started()
+    job.say(1, 1.0, left=True)
+    for second in range(0, 1000, 5):
+        for rank in (0, 2):
+            job.say(rank, second, step=1, phase=f"part {second // 30}", secs=0.0)
+        job.state.check_timeouts(second)
+    assert "end" not in job.told()[0]
 
 
 def test_a_job_whose_programs_have_all_ended_is_let_be():

@@ -1,0 +1,59 @@
+"""A program that ends by `sys.exit` is seen to fail, and one that caught it is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import atexit, sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+spec = spec_from_file_location("exit_status", {file!r})
+module = module_from_spec(spec)
+sys.modules["exit_status"] = module
+spec.loader.exec_module(module)
+status = module.ExitStatus()
+status.watch()
+atexit.register(lambda: print(status.of_failure()))
+"""
+ENDS = {
+    "a status": ("sys.exit(3)", "3"),
+    "a status in a function": ("def main():\n    sys.exit(4)\nmain()", "4"),
+    "a status within a context": (
+        "import contextlib\nwith contextlib.nullcontext():\n    sys.exit(5)",
+        "5",
+    ),
+    "a message": ("sys.exit('no file')", "1"),
+    "no status": ("sys.exit()", "0"),
+    "success": ("sys.exit(0)", "0"),
+    "the last line": ("pass", "0"),
+    "a status that its caller catches": (
+        "def main():\n    try:\n        sys.exit(3)\n    except SystemExit:\n"
+        "        pass\nmain()",
+        "0",
+    ),
+    "a status that its module catches": (
+        "try:\n    sys.exit(3)\nexcept SystemExit:\n    pass",
+        "0",
+    ),
+    "a status of a thread": (
+        "import threading\nthread = threading.Thread(target=lambda: sys.exit(3))\n"
+        "thread.start()\nthread.join()",
+        "0",
+    ),
+}
+
+
+@pytest.mark.parametrize("program, found", ENDS.values(), ids=ENDS)
+def test_the_status_of_an_uncaught_exit_is_known_as_the_program_ends(program, found):
+    from fsdp_jax.launch import _exit_status
+
+    # Loaded by itself: the package would import jax in each of these programs.
+    start = START.format(file=_exit_status.__file__)
+    run = subprocess.run(
+        [sys.executable, "-c", start + program], capture_output=True, text=True
+    )
+    assert run.stdout.strip() == found, run.stderr
