@@ -59,11 +59,15 @@ def raises() -> None:
     multihost_utils.process_allgather(np.zeros(1))
 
 
-def exits() -> None:
-    """One ends by `sys.exit`, where the others wait for it within jax."""
-    if jax.process_index() == VICTIM:
-        sys.exit(3)
-    multihost_utils.process_allgather(np.zeros(1))
+EXITS = """
+import sys, time
+import jax
+import fsdp_jax as fsdp
+fsdp.initialize()
+if jax.process_index() == 2:
+    sys.exit(3)
+time.sleep(100)
+"""
 
 
 def dies_first() -> None:
@@ -129,7 +133,8 @@ def test_what_one_process_raises_is_said_by_all():
 
 
 def test_the_status_of_a_process_that_exits_with_one_is_that_of_the_job():
-    job = started(exits)
+    # A program of its own: that of the other jobs catches what its function raises.
+    job = Recorded([sys.executable, "-c", EXITS], PROCESSES)
     with job.processes as processes:
         assert processes.wait(60) == 3, job.said
     for said in others(job):
