@@ -7,6 +7,7 @@ from bridge.families import _gpt
 from bridge.families._blocks import (
     Rules,
     attention,
+    ignore_tied_head,
     norms,
     outside,
     ungated_mlp,
@@ -48,4 +49,5 @@ FAMILY = Family(
     # Of Phi-1's file, which names remote code: the dims that the factor says.
     inert={"rotary_dim": 32},
     key_mappings=(KeyMapping(_OUTSIDE, Layers("model.layers.{layer}.", _layer)),),
+    ignore=ignore_tied_head,
 )

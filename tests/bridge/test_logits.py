@@ -566,3 +566,11 @@ def test_transformers_loads_what_we_export_in_files(tmp_path, dtype):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert again.dtype == getattr(torch, dtype)
     np.testing.assert_array_equal(hf_logits(again, hf.tokens), hf.logits)
+
+
+@pytest.mark.parametrize("variant", ["phi", "phimoe"])
+def test_a_tied_head_has_its_own_bias(tmp_path, variant):
+    hf = make_model(tmp_path / "hf", variant, tie_word_embeddings=True)
+    model = load_model(hf.path)
+    assert model.config.tie_word_embeddings and model.config.head_bias
+    assert relative_error(logits_of(model, hf.tokens), hf.logits) <= RELATIVE

@@ -49,12 +49,8 @@ def without_prefix(tensors, table: str):
     return {key.removeprefix(prefix): array for key, array in tensors.items()}
 
 
-# Heads with a bias, which one that is the embedding has not; and DBRX's, which
-# transformers ties no more.
-UNTIED = {
-    **dict.fromkeys(("gptj", "codegen", "dbrx"), "tie_word_embeddings"),
-    **dict.fromkeys(("phi", "phimoe"), "head_bias"),
-}
+# Heads that transformers does not tie.
+UNTIED = dict.fromkeys(("gptj", "codegen", "dbrx"), "tie_word_embeddings")
 TIED = [variant for variant in VARIANTS if variant not in UNTIED]
 
 
