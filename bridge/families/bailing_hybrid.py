@@ -156,18 +156,18 @@ _IN_MEMORY = KeyMapping(
 
 # transformers makes other types of as many dims as `head_dim` says.
 _ROPE = rope(6000000.0, interleaved=True, types=("default",))
+# transformers derives the first ones of the second, and writes all.
 _SIZES = {
-    # transformers derives the first ones of the second, and writes all.
-    "linear_head_dim": ("head_dim", 128),
-    "linear_num_heads": ("num_attention_heads", 32),
-    "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_attention_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
 
 
 def _read_sizes(fields: Fields) -> dict[str, Any]:
     width, heads, kernel = (
         fields[other] if fields[name] is None else fields[name]
-        for name, (other, _) in _SIZES.items()
+        for name, other in _SIZES.items()
     )
     counts = ("delta_net.num_key_heads", "delta_net.num_value_heads")
     widths = ("delta_net.key_head_dim", "delta_net.value_head_dim")

@@ -26,8 +26,8 @@ from bridge.models._router_stats import RouterStats
 from bridge.models._shared_attention import SharedStream, share_nothing
 
 Scan = Callable[..., tuple[Any, Any]]
-Carry = Stream | SelectedStream | SharedStream
-Unit = Callable[..., tuple[Carry | BatchParts, Any]]
+Carry = Stream | SelectedStream | SharedStream | BatchParts
+Unit = Callable[..., tuple[Carry, Any]]
 
 
 def plain_scan(
@@ -184,11 +184,9 @@ def _first_carry(
     return select_all(x, keys) if keys > indexer.num_selected else x
 
 
-def _stream(x: Carry | BatchParts) -> Stream:
-    joined: Carry = join_carry(x)
-    if isinstance(joined, SelectedStream | SharedStream):
-        return joined.stream
-    return joined
+def _stream(x: Carry) -> Stream:
+    x = join_carry(x)
+    return x.stream if isinstance(x, SelectedStream | SharedStream) else x  # pyright: ignore[reportReturnType]
 
 
 def sparse_layers(config: DecoderConfig) -> list[int]:
@@ -226,11 +224,8 @@ def _period(unit: Unit) -> Unit:
     """Returns a unit that runs the layers of a period, one after the other."""
 
     def run(
-        layers: list[DecoderLayer],
-        x: Carry | BatchParts,
-        xs: list[tuple[Any, ...]],
-        *consts: Any,
-    ) -> tuple[Carry | BatchParts, list[Any]]:
+        layers: list[DecoderLayer], x: Carry, xs: list[tuple[Any, ...]], *consts: Any
+    ) -> tuple[Carry, list[Any]]:
         ys = []
         for layer, slices in zip(layers, xs, strict=True):
             x, y = unit(layer, x, *slices, *consts)
@@ -243,9 +238,7 @@ def _period(unit: Unit) -> Unit:
 def _multiplied(unit: Unit) -> Unit:
     """Returns a unit whose `static` is the products of its layer, or of each."""
 
-    def run(
-        layers: Any, x: Carry | BatchParts, *args: Any, static: Any
-    ) -> tuple[Carry | BatchParts, Any]:
+    def run(layers: Any, x: Carry, *args: Any, static: Any) -> tuple[Carry, Any]:
         if isinstance(layers, DecoderLayer):
             return unit(with_products(layers, static), x, *args)
         pairs = zip(layers, static, strict=True)
@@ -255,8 +248,8 @@ def _multiplied(unit: Unit) -> Unit:
 
 
 def apply_layer(
-    layer: DecoderLayer, x: Carry | BatchParts, per_layer: PerLayer, *consts: Any
-) -> tuple[Carry | BatchParts, RouterStats | None]:
+    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry, RouterStats | None]:
     """Runs a layer, and returns the statistics of its router."""
     # Through `__call__`, which a subclass may override to gather the weights.
     out = layer(x, per_layer, *consts)
@@ -264,16 +257,16 @@ def apply_layer(
 
 
 def apply_and_route(
-    layer: DecoderLayer, x: Carry | BatchParts, per_layer: PerLayer, *consts: Any
-) -> tuple[Carry | BatchParts, Experts | None]:
+    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry, Experts | None]:
     """Runs a layer, and returns the experts of each token."""
     out = layer(x, per_layer, *consts)
     return out.stream, out.experts
 
 
 def apply_and_keep(
-    layer: DecoderLayer, x: Carry | BatchParts, per_layer: PerLayer, *consts: Any
-) -> tuple[Carry | BatchParts, Stream]:
+    layer: DecoderLayer, x: Carry, per_layer: PerLayer, *consts: Any
+) -> tuple[Carry, Stream]:
     """Runs a layer, and returns the residual stream behind it."""
     x = layer(x, per_layer, *consts).stream
     return x, _stream(x)
@@ -281,13 +274,13 @@ def apply_and_keep(
 
 def extend_layer(
     layer: DecoderLayer,
-    x: Carry | BatchParts,
+    x: Carry,
     per_layer: PerLayer,
     cache: LayerState | None,
     tables: PositionTables,
     slots: Ids,
     is_token: Mask,
-) -> tuple[Carry | BatchParts, LayerState | None]:
+) -> tuple[Carry, LayerState | None]:
     """Runs new tokens through a layer, and returns its cache with them."""
     out = layer(x, per_layer, tables, cache=cache, slots=slots, is_token=is_token)
     return out.stream, out.cache

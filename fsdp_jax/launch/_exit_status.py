@@ -1,4 +1,4 @@
-"""Status of a program that ends by `sys.exit`, of which Python tells no hook."""
+"""Ends of a program by `sys.exit`, of which Python calls no hook."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NoReturn
 
 
 @dataclasses.dataclass
-class ExitStatus:
-    """Status with which this program ends.
+class Exit:
+    """What `sys.exit` raised in this program.
 
     `sys.excepthook` is not called for `SystemExit`, and functions of `atexit` do not
     learn why the program ends. So `watch` replaces `sys.exit` by a function that keeps
-    what it raises and from where, and `of_failure` tells whether that was the end.
+    what it raises and from where, and `uncaught` tells whether that was the end.
 
     Attributes:
       raised: What `sys.exit` raised last; None for nothing.
@@ -40,20 +40,32 @@ class ExitStatus:
 
         sys.exit = exit_
 
-    def of_failure(self) -> int:
-        """Returns the status of an uncaught `sys.exit`; 0 for any other end.
+    def uncaught(self) -> SystemExit | None:
+        """Returns what an uncaught `sys.exit` raised; None for any other end.
 
         To be called as the program ends. Not seen are a `SystemExit` that the program
-        raises itself, and one that it catches and raises again.
+        raises itself, and one on whose way other lines of it run, as in a `finally`.
         """
         # A frame that caught it went on to another line.
         is_caught = any(frame.f_lineno != line for frame, line in self.lines)
-        if self.raised is None or is_caught:
-            return 0
-        code = self.raised.code
-        if code is None or isinstance(code, int):
-            return int(code or 0) & 0xFF  # As the operating system has it.
-        return 1  # Python prints any other object, and ends with 1.
+        return None if is_caught else self.raised
+
+
+def status_of(error: SystemExit | None) -> int:
+    """Returns the status with which Python ends for an error, 0 for none."""
+    code = None if error is None else error.code
+    if code is None or isinstance(code, int):
+        return int(code or 0) & 0xFF  # As the operating system has it.
+    return 1  # Python prints any other object, and ends with 1.
+
+
+def is_failure(status: int) -> bool:
+    """Returns whether a status is that of a failure, and not of a stop by a signal.
+
+    A program that saves and ends after SIGTERM ends with 128 and the signal's number.
+    So do the others of its job, some of them later.
+    """
+    return 0 < status < 128
 
 
 def _lines(frame: FrameType | None) -> tuple[tuple[FrameType, int], ...]:

@@ -22,7 +22,7 @@ import jax
 from fsdp_jax.launch._client import Client, attend
 from fsdp_jax.launch._cluster import JobPlace, check_token, find_place
 from fsdp_jax.launch._coordinator import Coordinator
-from fsdp_jax.launch._exit_status import ExitStatus
+from fsdp_jax.launch._exit_status import Exit, is_failure, status_of
 from fsdp_jax.launch._handshake import Handshake, as_facts
 from fsdp_jax.launch._relay import is_proxied, start_relay
 from fsdp_jax.launch._timeouts import Timeouts
@@ -60,7 +60,7 @@ class _Process:
     client: Client | None = None
     relay: subprocess.Popen[bytes] | None = None
     failed: bool = False
-    exit_status: ExitStatus = dataclasses.field(default_factory=ExitStatus)
+    exit: Exit = dataclasses.field(default_factory=Exit)
 
 
 _process = _Process()
@@ -240,16 +240,17 @@ def _tell_of_the_end() -> None:
             before(kind, error, trace)
 
     sys.excepthook = tell
-    _process.exit_status.watch()
+    _process.exit.watch()
     # atexit runs in reverse order: this hook runs before jax's own, which waits for the
     # other processes to end.
     atexit.register(_leave)
 
 
 def _leave() -> None:
-    status = _process.exit_status.of_failure()
-    if status and not _process.failed:
-        _fail(SystemExit(status), is_printed=True)
+    error = _process.exit.uncaught()
+    status = status_of(error)
+    if error is not None and is_failure(status) and not _process.failed:
+        _fail(error, is_printed=True)
     if _process.failed:
         # Skips jax's exit hook, which would wait for processes that wait for this one.
         sys.stdout.flush()

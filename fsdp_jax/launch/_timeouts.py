@@ -35,4 +35,5 @@ class Timeouts:
     @property
     def beat_secs(self) -> float:
         """Interval between heartbeats, in seconds."""
-        return min(dataclasses.astuple(self)[1:]) / 20
+        waits = (self.silent_secs, self.report_secs, self.stall_secs, self.left_secs)
+        return min(waits) / 20

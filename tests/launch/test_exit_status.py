@@ -15,9 +15,9 @@ spec = spec_from_file_location("exit_status", {file!r})
 module = module_from_spec(spec)
 sys.modules["exit_status"] = module
 spec.loader.exec_module(module)
-status = module.ExitStatus()
-status.watch()
-atexit.register(lambda: print(status.of_failure()))
+exit = module.Exit()
+exit.watch()
+atexit.register(lambda: print(module.status_of(exit.uncaught())))
 """
 ENDS = {
     "a status": ("sys.exit(3)", "3"),
@@ -45,6 +45,12 @@ ENDS = {
         "0",
     ),
 }
+
+
+def test_a_stop_by_a_signal_is_no_failure():
+    from fsdp_jax.launch._exit_status import is_failure
+
+    assert [is_failure(status) for status in (0, 1, 3, 143)] == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("program, found", ENDS.values(), ids=ENDS)

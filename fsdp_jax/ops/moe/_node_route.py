@@ -151,7 +151,7 @@ def node_route(direct: CapacityRoute, nodes: Nodes) -> NodeRoute:
         jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop"
     )
     places = _places_of_slots(direct, nodes, node, position)
-    pairs, places = _tell(counts, places, nodes)
+    pairs, places = _exchange_layout(counts, places, nodes)
     there, back = segments_of(pairs, nodes.node)
     row, slots = _slots_of_rows(places, direct, nodes, there, form)
     # Sorted, the rows of a token precede the places of nodes without it.
@@ -178,10 +178,10 @@ def _places_of_slots(
     return entry.reshape(nodes.count, -1)
 
 
-def _tell(
+def _exchange_layout(
     counts: Int[Array, " nodes"], places: Int[Array, "nodes slots"], nodes: Nodes
 ) -> tuple[Int[Array, "nodes nodes"], Int[Array, "nodes slots"]]:
-    """Tells each node the rows from this rank to all nodes, and the places there.
+    """Sends each node the row counts from this rank to all nodes, and the places there.
 
     In one all-to-all of equal parts, which precedes that of the rows: XLA merges
     all-gathers and all-reduces of independent parts of a batch, and each part would
@@ -192,10 +192,10 @@ def _tell(
       each node.
     """
     copies = jnp.broadcast_to(counts[None], (nodes.count, nodes.count))
-    told = jnp.concatenate([copies, places], axis=1)
-    told = nodes.all_to_all(told.reshape(-1), nodes.across)
-    told = told.reshape(nodes.count, -1)
-    return told[:, : nodes.count], told[:, nodes.count :]
+    layout = jnp.concatenate([copies, places], axis=1)
+    layout = nodes.all_to_all(layout.reshape(-1), nodes.across)
+    layout = layout.reshape(nodes.count, -1)
+    return layout[:, : nodes.count], layout[:, nodes.count :]
 
 
 def _slots_of_rows(
