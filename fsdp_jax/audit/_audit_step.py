@@ -10,6 +10,7 @@ from fsdp_jax.audit._check_collectives import check_collectives, is_context
 from fsdp_jax.audit._check_overlap import exposed
 from fsdp_jax.audit._check_pipeline import in_stages
 from fsdp_jax.audit._check_placement import check_placement
+from fsdp_jax.audit._check_presence import check_presence
 from fsdp_jax.audit._check_resharding import kept
 from fsdp_jax.audit._check_tensor_parallel import over_tp
 from fsdp_jax.audit._check_unsharded import merged, too_many
@@ -56,22 +57,24 @@ def audit_step(
     option can each make FSDP slower or larger without changing its numbers. The audit
     reads the program and reports: unsharded weights kept for backward, collectives in
     the wrong dtype, collectives that the plan does not need, deferred reductions that
-    run in every microbatch, parameters stored unsharded, gathers that lost tp, matrices
-    gathered over tp, collectives over other axes, and collectives in a pipeline stage's
-    branch that would deadlock. In a program compiled for GPUs, whose schedule shows it,
-    also gathers that XLA merged over units, and more units that are unsharded at once
-    than `prefetch + 1`. Those that one iteration of a loop runs, also by `unroll`,
-    count as one, and those of a loop that XLA has inlined are not counted.
+    run in every microbatch, programs with none of the plan's collectives, updates
+    without any reduction of gradients, parameters stored unsharded, gathers that lost
+    tp, matrices gathered over tp, collectives over other axes, and collectives in a
+    pipeline stage's branch that would deadlock. In a program compiled for GPUs, whose
+    schedule shows it, also gathers that XLA merged over units, and more units that are
+    unsharded at once than `prefetch + 1`. Those that one iteration of a loop runs, also
+    by `unroll`, count as one, and those of a loop that XLA has inlined are not counted.
 
     Not checked: activations over `tp`, tokens dispatched to experts over `ep`, keys,
     values and borders of rows that `fsdp_jax.ops` sends over `cp`, collectives of the
-    optimizer, all-reduces of scalars and other small arrays, and the number of gathers
-    of a unit, since a unit may be used more than once. In a program compiled for CPUs
-    also not checked: dtypes, since XLA:CPU widens bfloat16, and weights kept by units
-    outside of stacks, since XLA:CPU drops the barriers that prevent it; audit the
-    lowered step, or compile for GPUs. In text also not checked: the shardings of
-    results. XLA for GPUs concatenates the arrays that it all-reduces together, so only
-    their number of elements is compared there.
+    optimizer, all-reduces of scalars and other small arrays, and whether each unit is
+    gathered and reduced, and how often, since one may be used never or many times. In a
+    program compiled for CPUs also not checked: dtypes, since XLA:CPU widens bfloat16,
+    and weights kept by units outside of stacks, since XLA:CPU drops the barriers that
+    prevent it; audit the lowered step, or compile for GPUs. In text also not checked:
+    the shardings of results, and whether updates are of reduced gradients. XLA for GPUs
+    concatenates the arrays that it all-reduces together, so only their number of
+    elements is compared there.
 
     Args:
       plan: Plan that the program was made with.
@@ -125,6 +128,7 @@ def _differences(
     expected = expected_collectives(plan)
     yield from check_placement(plan, program)
     yield from check_collectives(plan, program, arrays, expected)
+    yield from check_presence(plan, program, arrays, expected)
     yield from kept(plan, program, arrays, expected, num_microbatches)
     yield from over_tp(plan, program, arrays)
     if program.is_scheduled_for_gpus:

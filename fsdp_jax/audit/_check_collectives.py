@@ -74,11 +74,7 @@ def check_collectives(
     merged: dict[frozenset[str], list[CommunicatedArray]] = {}
     in_other_dtype: list[CommunicatedArray] = []
     strange: list[CommunicatedArray] = []
-    for one in (
-        part for whole in arrays for part in _judged_parts(plan, program, whole)
-    ):
-        if not _is_judged(program, one):
-            continue
+    for one in judged(plan, program, arrays):
         # Expected collectives first: a small gradient must not pass as a metric.
         found = matches(one, expected)
         if found:
@@ -89,7 +85,7 @@ def check_collectives(
                 in_other_dtype.append(one)
         elif _is_small(plan, one) or is_dispatch(plan, one):
             continue
-        elif _may_be_merged(program, one):
+        elif may_be_merged(program, one):
             merged.setdefault(frozenset(one.axes or ()), []).append(one)
         else:
             strange.append(one)
@@ -103,7 +99,23 @@ def check_collectives(
         yield from _merged_too_much(plan, axes, found, booked, expected)
 
 
-def _judged_parts(
+def judged(
+    plan: Plan, program: Program, arrays: Sequence[CommunicatedArray]
+) -> Iterator[CommunicatedArray]:
+    """Yields the parts of arrays that are along data axes, of parameters or the loss.
+
+    Args:
+      plan: Plan of the program.
+      program: Program.
+      arrays: Its communicated arrays.
+    """
+    for whole in arrays:
+        for part in _parts_of_model(plan, program, whole):
+            if _is_judged(program, part):
+                yield part
+
+
+def _parts_of_model(
     plan: Plan, program: Program, one: CommunicatedArray
 ) -> Iterator[CommunicatedArray]:
     """Yields an array without its parts of the optimizer and of batch statistics."""
@@ -139,7 +151,7 @@ def _is_judged(program: Program, one: CommunicatedArray) -> bool:
     """Returns whether `one` is along data axes, of parameters or of the loss."""
     is_data = one.axes is None or bool(set(one.axes) & set(DATA_AXES))
     # What XLA has merged has the scope of one of its parts.
-    is_of_state = is_in(one.scope, MODEL_STATE) and not _may_be_merged(program, one)
+    is_of_state = is_in(one.scope, MODEL_STATE) and not may_be_merged(program, one)
     return is_data and not (is_of_state or is_of_optimizer(one.scope))
 
 
@@ -195,7 +207,7 @@ def _small(plan: Plan) -> int:
     return 64 + 4 * len(plan.param_plans)
 
 
-def _may_be_merged(program: Program, one: CommunicatedArray) -> bool:
+def may_be_merged(program: Program, one: CommunicatedArray) -> bool:
     """Returns whether XLA for GPUs may have concatenated arrays into `one`."""
     is_compiled_for_gpus = not (program.is_lowered or program.is_cpu)
     return one.op == "all-reduce" and len(one.sent) == 1 and is_compiled_for_gpus

@@ -36,6 +36,13 @@ def check_placement(plan: Plan, program: Program) -> Iterator[Difference]:
             )
 
 
+def returned_params(plan: Plan, program: Program) -> list[ParamPlan]:
+    """Returns the parameters of which a program returns arrays, by their names."""
+    by_path = dict(zip(_paths(plan), plan.param_plans, strict=True))
+    found = [_param_of(by_path, path) for path in program.result_paths]
+    return [param for param in found if param is not None]
+
+
 def _paths(plan: Plan) -> list[str]:
     pairs = jax.tree_util.tree_flatten_with_path(plan.params)[0]
     return [jax.tree_util.keystr(path) for path, _ in pairs]

@@ -123,7 +123,7 @@ def _counts(
     parts = [
         f"{records:,} {_unit(config)}",
         f"{len(documents.ids):,} tokens",
-        f"{int(documents.trained.sum()):,} trained",
+        f"{documents.num_predicted:,} trained",
     ]
     longer = f"{len(cuts):,} longer than --seq {config.seq}"
     if cuts and config.overlong == "drop":

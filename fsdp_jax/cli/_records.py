@@ -54,13 +54,13 @@ class Record:
             )
 
 
-def is_jsonl(file: Path) -> bool:
-    """Returns whether a file is of JSON Lines, by its name.
+def is_json(file: Path) -> bool:
+    """Returns whether a file is of JSON Lines or an array of JSON, by its name.
 
     Args:
       file: File of `--data`.
     """
-    return format_of(file.name) in (".jsonl", ".ndjson")
+    return format_of(file.name) in (".jsonl", ".ndjson", ".json")
 
 
 def has_records(file: Path) -> bool:
@@ -69,7 +69,7 @@ def has_records(file: Path) -> bool:
     Args:
       file: File, folder or hub id of `--data`.
     """
-    return is_jsonl(file) or is_table(file) or dataset_name(file) is not None
+    return is_json(file) or is_table(file) or dataset_name(file) is not None
 
 
 def has_rows(file: Path) -> bool:
@@ -78,7 +78,8 @@ def has_rows(file: Path) -> bool:
     Args:
       file: File, folder or hub id of `--data`.
     """
-    return is_table(file) or dataset_name(file) is not None
+    is_array = format_of(file.name) == ".json"  # Of objects that span lines.
+    return is_table(file) or is_array or dataset_name(file) is not None
 
 
 def check_kinds(files: Sequence[Path]) -> None:
@@ -170,7 +171,7 @@ def _rows(file: Path) -> Iterator[Callable[[], Any]]:
 
 def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
     if is_table(file):
-        yield from (functools.partial(dict, row) for row in read_table(file))
+        yield from (functools.partial(_given, row) for row in read_table(file))
         return
     text = _read_text(file)
     if format_of(file.name) == ".json" and text.lstrip()[:1] == "[":
@@ -178,7 +179,7 @@ def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
             records = _loads(text)
         except ValueError as error:
             raise ValueError(f"--data '{file}' is not JSON: {error}") from error
-        yield from (functools.partial(_checked, record) for record in records)
+        yield from (functools.partial(_given, record) for record in records)
         return
     # `splitlines` also splits at U+2028 and others, which a string of JSON may hold.
     lines = text.split("\n")
@@ -207,7 +208,7 @@ def _read_text(file: Path) -> str:
 def _parse(line: str) -> Any:
     if not line.strip():
         return None
-    return _checked(_loads(line))
+    return _given(_loads(line))
 
 
 def _loads(text: str) -> Any:
@@ -217,10 +218,12 @@ def _loads(text: str) -> Any:
         raise ValueError("its JSON is nested too deep") from error
 
 
-def _checked(fields: Any) -> dict[str, Any]:
+def _given(fields: Any) -> dict[str, Any]:
+    """Returns the fields of an object that are not null."""
     if not isinstance(fields, dict):
         raise ValueError("no JSON object")
-    return fields
+    # A table has all columns in all rows, and so has the JSON that is made of one.
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _record(fields: Any, template: ChatTemplate | None) -> Record:

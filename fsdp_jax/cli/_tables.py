@@ -28,7 +28,7 @@ def check_table(file: Path) -> None:
 
 
 def read_table(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a table, without fields that are null.
+    """Yields the rows of a table.
 
     Args:
       file: Parquet, or Arrow as `datasets` writes it.
@@ -39,7 +39,7 @@ def read_table(file: Path) -> Iterator[dict[str, Any]]:
     is_arrow = file.suffix.lower() == ".arrow"
     try:
         for batch in _arrow(file) if is_arrow else _parquet(file):
-            yield from map(_without_nulls, batch.to_pylist())
+            yield from batch.to_pylist()
     except (ValueError, OSError) as error:
         kind = "Arrow" if is_arrow else "Parquet"
         raise ValueError(f"--data '{file}' is not a {kind}: {error}") from error
@@ -66,8 +66,3 @@ def _arrow(file: Path) -> Iterator[Any]:
 def _module(name: str, file: Path) -> Any:
     require("pyarrow", f"--data '{file}'")
     return require(f"pyarrow.{name}", f"--data '{file}'")
-
-
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    # A table has all columns in all rows, JSON Lines only those that a record has.
-    return {name: value for name, value in row.items() if value is not None}

@@ -14,7 +14,7 @@ from jaxtyping import Integer
 from fsdp_jax.checkpoint._multihost import check_same, exchange, together
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._dataset import check_folder, dataset_name
-from fsdp_jax.cli._records import is_jsonl
+from fsdp_jax.cli._records import is_json
 from fsdp_jax.cli._tables import check_table, is_table
 from fsdp_jax.cli._tokenizer import check_vocab, open_codec
 
@@ -62,7 +62,7 @@ def check_files(files: Sequence[Path], option: str = "--data") -> None:
     wrong += [
         f"'{f}' is compressed: only records are read so, such as .jsonl.gz"
         for f in files
-        if f.suffix.lower() in _COMPRESSED and not is_jsonl(f)
+        if f.suffix.lower() in _COMPRESSED and not is_json(f)
     ]
     if wrong or not entries:
         raise ValueError(f"{option}: {'; '.join(wrong) or 'give 1 file or more'}.")

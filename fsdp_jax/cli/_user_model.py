@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
 
+_PACKAGE = Path(fsdp.__file__).parent
+
 
 @dataclasses.dataclass(frozen=True)
 class UserModel:
@@ -75,7 +77,10 @@ def open_user_model(
         )
     return UserModel(
         make_model=_function(model, "--model"),
-        loss=_with_place(_function(str(loss), "--loss"), str(loss), str(batch)),
+        loss=_with_place(
+            _function(str(loss), "--loss"),
+            f"--loss {loss} fails with the rows that one rank has of --batch {batch}",
+        ),
         batch=_read_batch(str(batch)),
         units=tuple(_unit(one) for one in units),
     )
@@ -156,31 +161,47 @@ def _function(name: str, option: str) -> Callable[..., Any]:
     return found
 
 
-def _with_place(loss: Callable[..., Any], name: str, batch: str) -> Callable[..., Any]:
-    """Returns the loss with errors that say where in the user's code they arose.
+def _with_place(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Returns a function whose errors say where in the user's code they arose.
 
     Args:
-      loss: Loss function.
-      name: Its name in `--loss`.
-      batch: Text of `--batch`.
+      function: Function of the user's.
+      what: What failed, as the start of the message.
     """
 
-    @functools.wraps(loss)
+    @functools.wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
         try:
-            return loss(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [one for one in frames if "site-packages" not in one.filename]
-            last = (own or frames)[-1]
             said = str(error).strip().splitlines() or [""]
             raise ValueError(
-                f"--loss {name} fails with the rows that one rank has of --batch "
-                f"{batch}: {type(error).__name__}: {said[0]}\n  {last.filename}:"
-                f"{last.lineno}, in {last.name}: {last.line}"
+                f"{what}: {type(error).__name__}: {said[0]}\n  "
+                f"{_place(function, error)}"
             ) from error
 
     return traced
+
+
+def _place(function: Callable[..., Any], error: Exception) -> str:
+    """Returns the last line of the user's code that an error passed through.
+
+    Args:
+      function: Function, the place of an error that arises in calling it.
+      error: Error.
+    """
+    own = [
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in one.filename
+        and not Path(one.filename).is_relative_to(_PACKAGE)
+    ]
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return repr(function)
+    return f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}"
 
 
 def _unit(text: str) -> Any:
@@ -199,7 +220,7 @@ def _read_batch(text: str) -> Any:
     if ":" in text:
         found = _load(text, "--batch")
         make = found if callable(found) else lambda: found
-        batch = jax.eval_shape(make)
+        batch = jax.eval_shape(_with_place(make, f"--batch {text}() fails"))
     else:
         batch = _read_arrays(text)
     leaves = jax.tree.leaves(batch)

@@ -21,7 +21,8 @@ class Documents:
 
     Attributes:
       ids: Token ids of all documents.
-      trained: Whether each token is to be predicted; the first of a document never is.
+      trained: Whether each token is to be predicted. The first of a document never is,
+        since no token stands before it, and its value is not read.
       ends: Index behind the last token of each document.
       numbers: Number of each document in its file: its line, or row of a table.
     """
@@ -48,6 +49,12 @@ class Documents:
     def lengths(self) -> Int64[np.ndarray, " documents"]:
         """Number of tokens of each document."""
         return np.diff(self.ends, prepend=0)
+
+    @property
+    def num_predicted(self) -> int:
+        """Number of tokens that are trained and not the first of their document."""
+        firsts = (self.ends - self.lengths)[self.lengths > 0]
+        return int(self.trained.sum()) - int(self.trained[firsts].sum())
 
 
 def join_documents(

@@ -31,6 +31,7 @@ class Program:
         collectives and merges equal gathers.
       is_scheduled: Whether the instructions are in execution order.
       results: `(path, dims on one device)` of each result; empty if unknown.
+      result_paths: Path of each result, also of a lowered program; empty if unknown.
     """
 
     module: Module
@@ -38,6 +39,7 @@ class Program:
     is_cpu: bool
     is_scheduled: bool = False
     results: tuple[tuple[str, Dims], ...] = ()
+    result_paths: tuple[str, ...] = ()
 
     @property
     def is_scheduled_for_gpus(self) -> bool:
@@ -108,14 +110,17 @@ def program_of(compiled: Any, mesh: Mesh) -> Program:
     if isinstance(compiled, jax.stages.Lowered):
         computation: Any = compiled.compiler_ir(dialect="hlo")
         text = computation.get_hlo_module().to_string()
-        return Program(parse(text), is_lowered=True, is_cpu=False)
+        paths = tuple(path for path, _ in _named(compiled))
+        return Program(parse(text), True, is_cpu=False, result_paths=paths)
     results: tuple[tuple[str, Dims], ...] = ()
+    paths: tuple[str, ...] = ()
     text = compiled
     if isinstance(compiled, jax.stages.Compiled):
         text, results = compiled.as_text(), tuple(_results(compiled))
+        paths = tuple(path for path, _ in _named(compiled))
     if isinstance(text, str):
         is_scheduled = "is_scheduled=true" in text.partition("\n")[0]
-        return Program(parse(text), False, is_cpu, is_scheduled, results)
+        return Program(parse(text), False, is_cpu, is_scheduled, results, paths)
     raise TypeError(
         f"audit takes what step.lower(...) or its .compile() returns, or the text of "
         f"a compiled module, not a {type(compiled).__name__}."
@@ -185,9 +190,13 @@ def _num_shards(instruction: Instruction, ndim: int) -> Dims:
 
 
 def _results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, Dims]]:
-    structs = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
-    for path, struct in structs:
+    for path, struct in _named(compiled):
         sharding = getattr(struct, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding):
-            dims = sharding.shard_shape(struct.shape)
-            yield jax.tree_util.keystr(path), tuple(dims)
+            yield path, tuple(sharding.shard_shape(struct.shape))
+
+
+def _named(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[tuple[str, Any]]:
+    """Returns the path of each result of a program, with its shape and sharding."""
+    structs = jax.tree_util.tree_flatten_with_path(stage.out_info)[0]
+    return [(jax.tree_util.keystr(path), struct) for path, struct in structs]

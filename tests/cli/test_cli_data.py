@@ -166,13 +166,14 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
 
 def test_compressed_text_is_no_text_and_compressed_records_are_records(tmp_path):
     record = json.dumps({"text": "to be"}) + "\n"
-    texts = ["text.txt.gz", "table.parquet.gz", "records.json.gz"]
-    for name in (*texts, "records.jsonl.gz"):
+    texts, records = ["text.txt.gz", "table.parquet.gz"], ["a.json.gz", "b.jsonl.gz"]
+    for name in (*texts, *records):
         (tmp_path / name).write_bytes(gzip.compress(record.encode()))
     for name in texts:
         with pytest.raises(ValueError, match=facts("--data", f"{name}'", ".jsonl.gz")):
             check_files([tmp_path / name])
-    check_files([tmp_path / "records.jsonl.gz"])
-    assert has_records(tmp_path / "records.jsonl.gz")
-    (found,) = read_records(tmp_path / "records.jsonl.gz", None)
-    assert found.text == "to be"
+    for name in records:
+        check_files([tmp_path / name])
+        assert has_records(tmp_path / name)
+        (found,) = read_records(tmp_path / name, None)
+        assert found.text == "to be"

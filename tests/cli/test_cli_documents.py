@@ -225,6 +225,10 @@ def test_what_is_cut_and_dropped_is_said_in_numbers(chat_model, tmp_path):
     drop = DataConfig("model", seq=8, overlong="drop")
     documents, line = encoder(chat_model).encode_file(file, drop)
     assert len(documents) == 1 and "2 longer than --seq 8 dropped" in line
+    every = DataConfig("model", seq=8, train_on="all", overlong="drop")
+    documents, line = encoder(chat_model).encode_file(file, every)
+    predicted = int(documents.lengths.sum()) - len(documents)
+    assert f"{predicted} trained" in line and documents.trained.all()
     none = write(tmp_path, {"prompt": "a" * 20, "completion": "b"})
     with pytest.raises(ValueError, match=facts(f"'{none}'", "1", "9", "--seq")):
         encoder(chat_model).encode_file(none, DataConfig("model", seq=8))

@@ -39,17 +39,30 @@ def table(tmp_path) -> Path:
     return file
 
 
-def test_a_table_has_the_records_of_the_lines(lines, table):
-    assert read_records(table, None) == read_records(lines, None)
+@pytest.fixture
+def array(tmp_path) -> Path:
+    """The same records as one array of JSON over many lines, with nulls."""
+    rows = [{"id": None, "text": None, **record} for record in RECORDS]
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps(rows, indent=2))
+    return file
 
 
-def test_a_run_on_a_table_has_the_rows_of_the_lines(lines, table, llama, capsys):
+def test_tables_and_arrays_have_the_records_of_the_lines(lines, table, array, tmp_path):
+    wanted = read_records(lines, None)
+    assert read_records(table, None) == read_records(array, None) == wanted
+    with_nulls = tmp_path / "nulls.jsonl"
+    with_nulls.write_text("\n".join(map(json.dumps, json.loads(array.read_text()))))
+    assert read_records(with_nulls, None) == wanted
+
+
+def test_runs_on_them_have_the_rows_of_the_lines(lines, table, array, llama, capsys):
     shown = []
-    for file in (lines, table):
+    for file in (lines, table, array):
         argv = ["data", str(llama), "--data", str(file), "--seq", "16"]
         assert main([*argv, "--tokenizer", "bytes"]) == 0
         shown.append(capsys.readouterr().out.replace(file.name, ""))
-    assert shown[0] == shown[1] and "3 documents" in shown[0]
+    assert shown[0] == shown[1] == shown[2] and "3 documents" in shown[0]
 
 
 def test_a_bad_row_of_a_table_is_named(tmp_path):
@@ -57,6 +70,10 @@ def test_a_bad_row_of_a_table_is_named(tmp_path):
     rows = [{"text": "a"}, {"text": None}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     with pytest.raises(ValueError, match=facts("bad.parquet", "row 2", "1 of 2")):
+        read_records(file, None)
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(rows, indent=2))
+    with pytest.raises(ValueError, match=facts("bad.json", "row 2", "1 of 2")):
         read_records(file, None)
 
 

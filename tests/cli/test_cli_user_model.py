@@ -45,6 +45,14 @@ def loss(model, batch):
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+def loss_alone(this):
+    return 0.0
+
+
+def batch_of(this):
+    return this
+
+
 def make_batch():
     return {"x": np.zeros((16, 64), np.float32), "y": jnp.ones((16, 64))}
 
@@ -130,6 +138,12 @@ def test_a_loss_that_does_not_take_the_batch_says_where(capsys):
     line = 1 + MODULE.splitlines().index("        return jnp.tanh(self.linear(x))")
     assert re.search(facts("--loss their_train:loss", f"their_train.py:{line}"), error)
     assert "Traceback" not in error
+    for option, name in (("--loss", "loss_alone"), ("--batch", "batch_of")):
+        named = (option, f"their_train:{name}")
+        assert plan("--batch", "x=float32[16,64]", *named) == 2
+        error = capsys.readouterr().err
+        line = 1 + MODULE.splitlines().index(f"def {name}(this):")
+        assert re.search(facts(*named, "TypeError", f"their_train.py:{line}"), error)
     assert plan("--batch", "z=float32[16,64]") == 2
     assert re.search(
         facts("KeyError", "'x'", "their_train:loss"), capsys.readouterr().err

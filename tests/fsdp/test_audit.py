@@ -165,6 +165,57 @@ def test_a_model_of_which_no_dim_divides_passes(sizes):
     fsdp.audit_step(plan, compute.lower(plan.params, rows))
 
 
+# 0: no program of the plan at all
+
+
+def sharded_update(reduce):
+    """A step of the user's own: SGD on the shards of one matrix, in a `shard_map`."""
+    plan = fsdp.fully_shard(
+        lambda key: {"w": jax.random.normal(key, (64, 64))}, fsdp.make_mesh(), ["w"]
+    )
+    spec = jax.tree.map(lambda one: one.spec, plan.shardings)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=plan.mesh,
+        in_specs=(spec, plan.batch_sharding.spec),
+        out_specs=spec,
+        check_vma=False,
+    )
+    def update(params, x):
+        w = jax.lax.all_gather(params["w"], "dp_shard", axis=0, tiled=True)
+        grad = reduce(jax.grad(lambda w: jnp.square(x @ w).sum())(w))
+        return {"w": params["w"] - 0.1 * grad}
+
+    rows = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    return plan, jax.jit(update).lower(plan.params, rows)
+
+
+def own_rows(grad):
+    size = grad.shape[0] // jax.device_count()
+    start = jax.lax.axis_index("dp_shard") * size
+    return jax.lax.dynamic_slice_in_dim(grad, start, size)
+
+
+def sum_of_rows(grad):
+    return jax.lax.psum_scatter(grad, "dp_shard", tiled=True)
+
+
+def test_an_update_without_a_reduction_is_named():
+    fsdp.audit_step(*sharded_update(sum_of_rows))
+    (found,) = differences(*sharded_update(own_rows))
+    assert "'w'" in found and "reduce-scatters over dp_shard" in found
+    assert "without one of them" in found
+
+
+def test_a_program_without_one_of_the_collectives_is_named():
+    plan = plan_of()
+    scaled = jax.jit(lambda x: 2 * x).lower(jnp.ones(3))
+    for program in (scaled, scaled.compile(), scaled.compile().as_text()):
+        (found,) = differences(plan, program)
+        assert "all-gathers over dp_shard" in found and "none of them" in found
+
+
 # 1: weights kept for backward
 
 
@@ -398,7 +449,7 @@ def test_results_that_are_replicated_are_named():
         lambda p: jax.tree.map(lambda w: w / 2, p), out_shardings=everywhere
     )
     found = differences(plan, halve.lower(plan.params).compile())
-    returned = [line for line in found if "returns" in line]
+    returned = [line for line in found if "program returns [" in line]
     assert len(returned) == len(plan.param_plans)
     assert "returns ['head'] as [32, 16]" in returned[0]
 

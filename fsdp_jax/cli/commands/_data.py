@@ -40,7 +40,7 @@ class Data:
     Attributes:
       model: Model whose tokenizer and chat template are used: a directory, a hub id, or
         a checkpoint.
-      data: Text files, or records: files of JSON Lines (.jsonl), Parquet or Arrow, and
+      data: Text files, or records: files of JSON (.jsonl, .json), Parquet or Arrow, and
         Hugging Face data sets, a folder or hub id, as NAME[@REVISION][:CONFIG][:SPLIT].
       show: Number of rows to show.
       batches: Batches of the data.

@@ -106,7 +106,7 @@ class Train:
     and --metrics becomes what an uninterrupted run would have written.
 
     Attributes:
-      data: Text files, or records: files of JSON Lines (.jsonl), Parquet or Arrow, and
+      data: Text files, or records: files of JSON (.jsonl, .json), Parquet or Arrow, and
         Hugging Face data sets, a folder or hub id, as NAME[@REVISION][:CONFIG][:SPLIT].
       steps: Last step, counted from the start of the run.
       save: Directory for the checkpoints, one folder a step.
