@@ -74,7 +74,11 @@ def check_collectives(
     merged: dict[frozenset[str], list[CommunicatedArray]] = {}
     in_other_dtype: list[CommunicatedArray] = []
     strange: list[CommunicatedArray] = []
-    for one in judged(plan, program, arrays):
+    for one in (
+        part for whole in arrays for part in _judged_parts(plan, program, whole)
+    ):
+        if not _is_judged(program, one):
+            continue
         # Expected collectives first: a small gradient must not pass as a metric.
         found = matches(one, expected)
         if found:
@@ -99,23 +103,7 @@ def check_collectives(
         yield from _merged_too_much(plan, axes, found, booked, expected)
 
 
-def judged(
-    plan: Plan, program: Program, arrays: Sequence[CommunicatedArray]
-) -> Iterator[CommunicatedArray]:
-    """Yields the parts of arrays that are along data axes, of parameters or the loss.
-
-    Args:
-      plan: Plan of the program.
-      program: Program.
-      arrays: Its communicated arrays.
-    """
-    for whole in arrays:
-        for part in _parts_of_model(plan, program, whole):
-            if _is_judged(program, part):
-                yield part
-
-
-def _parts_of_model(
+def _judged_parts(
     plan: Plan, program: Program, one: CommunicatedArray
 ) -> Iterator[CommunicatedArray]:
     """Yields an array without its parts of the optimizer and of batch statistics."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_jax.audit._check_collectives import judged, matches, may_be_merged
+from fsdp_jax.audit._check_collectives import matches, may_be_merged
 from fsdp_jax.audit._check_placement import returned_params
 from fsdp_jax.audit._expected import ExpectedCollective
 from fsdp_jax.audit._mismatch import Difference, named, over
@@ -30,11 +30,7 @@ def check_presence(
       arrays: Its communicated arrays.
       expected: Collectives of the plan.
     """
-    ran = {
-        planned.kind
-        for one in judged(plan, program, arrays)
-        for planned in matches(one, expected)
-    }
+    ran = {planned.kind for one in arrays for planned in matches(one, expected)}
     if any(may_be_merged(program, one) for one in arrays):
         ran.update(_REDUCTIONS)  # Gradients may be among what XLA has concatenated.
     reductions = [planned for planned in expected if planned.kind in _REDUCTIONS]
