@@ -18,16 +18,17 @@ from fsdp_jax.sharding._config import PipelineConfig
 from fsdp_jax.sharding._fully_shard import fully_shard
 from fsdp_jax.sharding._mesh import BATCH_AXES, make_mesh
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn, takes_key
+from fsdp_jax.step._loss_arguments import LossFn, takes_key
 from fsdp_jax.training._state import init_params, init_state, unshard
 from fsdp_jax.training._train_step import value_and_grad
 
 _RTOL, _RTOL_NARROW = 1e-3, 5e-2
 """Differences by the order of sums are 1e-5 in float32, and 1e-2 in bfloat16."""
 
-_SMALL = 1e-3
+_SMALL, _SMALL_NARROW = 1e-3, 2e-2
 """A gradient is judged by this part of the norm of all, where its own is less: what
-would be zero in exact arithmetic, as before a norm, is rounding."""
+would be zero in exact arithmetic, as of a bias before a norm, is rounding, which in
+bfloat16 was measured to be 1e-4 of the norm of all."""
 
 _LISTED = 10
 
@@ -41,19 +42,31 @@ class AuditedLoss:
       loss_on_one_device: Loss of the same rows on one device.
       grad_differences: For each trained parameter the norm of the difference of its
         gradients, as a part of the norm of the gradient.
+      state_differences: For each array that is no parameter and no key the norm of the
+        difference of what the loss has written, as a part of the norm of its change.
     """
 
     loss: float
     loss_on_one_device: float
     grad_differences: Mapping[str, float]
+    state_differences: Mapping[str, float]
 
     def __str__(self) -> str:
         """Returns the losses and the largest difference."""
-        name, largest = max(self.grad_differences.items(), key=lambda item: item[1])
-        return (
+        line = (
             f"as on one device: loss {self.loss:.6g} for {self.loss_on_one_device:.6g},"
-            f" gradients within {largest:.1e} of their norms ('{name}' differs most)"
+            f" gradients within {_largest(self.grad_differences, 'norms')}"
         )
+        if self.state_differences:
+            line += (
+                f", model state within {_largest(self.state_differences, 'changes')}"
+            )
+        return line
+
+
+def _largest(differences: Mapping[str, float], whole: str) -> str:
+    name, largest = max(differences.items(), key=lambda item: item[1])
+    return f"{largest:.1e} of their {whole} ('{name}' differs most)"
 
 
 def audit_loss(
@@ -67,14 +80,16 @@ def audit_loss(
     calculate_per_token_loss: bool = False,
     rtol: float | None = None,
 ) -> AuditedLoss:
-    """Checks that loss and gradients on the plan's mesh are those of one device.
+    """Checks that a loss on the plan's mesh does what it does on one device.
 
     A loss sees the rows of one data rank, and the step averages over ranks. So a
     function of all rows that is no mean over them (a contrastive loss, a load-balancing
     loss, a variance, a weighted mean) trains another model on each mesh, and nothing
-    fails. This runs the loss once on the mesh and once on its first device, which needs
-    memory for the unsharded model and all rows: use a small config of the model, and
-    simulated CPU devices where there are no GPUs.
+    fails. Nor does anything where a model writes what is no mean, such as a counter
+    that is no `Tally`. This runs the loss once on the mesh and once on its first
+    device, and compares loss, gradients, and the arrays that are not parameters. It
+    needs memory for the unsharded model and all rows: use a small config of the model,
+    and simulated CPU devices where there are no GPUs.
 
     Args:
       plan: Plan on a mesh of several devices.
@@ -85,16 +100,17 @@ def audit_loss(
       key: PRNG key of the model and of the loss; default `jax.random.key(0)`.
       has_aux: Whether `loss_fn` returns `(loss, aux)`; `aux` is not compared.
       calculate_per_token_loss: Whether `loss_fn` returns `(sum, count)`.
-      rtol: Largest difference of the losses, and of the gradients of a parameter by
-        their norm. None for 1e-3, or 5e-2 if the plan computes or communicates in 16
-        bits or fewer.
+      rtol: Largest difference of the losses, and of the gradients of a parameter and
+        the changes of an array by their norm. None for 1e-3, or 5e-2 if the plan
+        computes or communicates in 16 bits or fewer.
 
     Returns:
-      Both losses and the differences of the gradients; print it for one line.
+      Both losses and the differences of gradients and model state; print it for one
+      line.
 
     Raises:
-      ValueError: If they differ; it names the parameters. If the mesh has one device,
-        or is of several processes.
+      ValueError: If they differ; it names the parameters and arrays. If the mesh has
+        one device, or is of several processes.
 
     Examples:
       >>> audited = fsdp.audit.audit_loss(plan, loss_fn, batch)
@@ -119,14 +135,38 @@ def audit_loss(
     run = _Run(loss_fn, batch, key, has_aux, calculate_per_token_loss)
     alone = _on_one_device(plan)
     values = jax.tree.map(np.asarray, unshard(params))
-    loss, grads = run(plan, params)
-    wanted_loss, wanted = run(alone, jax.tree.map(_placed, values, alone.params))
-    found = AuditedLoss(loss, wanted_loss, dict(_differences(grads, wanted)))
-    rtol = _tolerance(plan) if rtol is None else rtol
+    found = _compared(
+        run(plan, params),
+        run(alone, jax.tree.map(_placed, values, alone.params)),
+        _SMALL_NARROW if _is_narrow(plan) else _SMALL,
+    )
+    if rtol is None:
+        rtol = _RTOL_NARROW if _is_narrow(plan) else _RTOL
     if wrong := _wrong(found, rtol):
-        is_random = plan.has_keys or takes_key(loss_fn)
-        raise ValueError(_message(found, wrong, plan, batch, is_random))
+        message = _message(found, wrong, rtol, plan, batch)
+        if plan.has_keys or takes_key(loss_fn):
+            message += (
+                " Random numbers of model or loss differ from mesh to mesh: pass a "
+                "loss that draws none, as with dropout's deterministic=True."
+            )
+        raise ValueError(message)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What one run has computed.
+
+    Attributes:
+      loss: Loss.
+      grads: Gradients.
+      changes: By name, how arrays that are no parameters and no keys have changed, as
+        integers of those that hold integers.
+    """
+
+    loss: float
+    grads: PyTree
+    changes: Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +179,7 @@ class _Run:
     has_aux: bool
     calculate_per_token_loss: bool
 
-    def __call__(self, plan: Plan, params: PyTree) -> tuple[float, PyTree]:
+    def __call__(self, plan: Plan, params: PyTree) -> _Result:
         compute = value_and_grad(
             plan,
             self.loss_fn,
@@ -148,10 +188,18 @@ class _Run:
         )
         # Of no optimizer: its `model_state`, such as the statistics of a BatchNorm.
         state = init_state(plan, optax.identity(), params, key=self.key)
-        (loss, *_), grads = compute(
+        (loss, _, written), grads = compute(
             params, self.batch, key=self.key, model_state=state.model_state
         )
-        return float(loss), jax.tree.map(np.asarray, unshard(grads))
+        changes = dict(_changes(state.model_state, written))
+        return _Result(float(loss), jax.tree.map(np.asarray, unshard(grads)), changes)
+
+
+def _changes(before: PyTree, after: PyTree) -> Iterator[tuple[str, np.ndarray]]:
+    pairs = zip(named_leaves(before), jax.tree.leaves(after), strict=True)
+    for (name, old), new in pairs:
+        if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            yield name, _wide(new) - _wide(old)
 
 
 def _on_one_device(plan: Plan) -> Plan:
@@ -171,46 +219,64 @@ def _placed(value: np.ndarray, like: jax.ShapeDtypeStruct) -> Array:
     return jax.device_put(value, like.sharding)
 
 
-def _tolerance(plan: Plan) -> float:
+def _is_narrow(plan: Plan) -> bool:
+    """Returns whether the plan computes or communicates in 16 bits or fewer."""
     dtypes = {
         jnp.dtype(dtype)
         for param in plan.param_plans
         for dtype in (param.precision.param, param.precision.grad_comm)
     }
-    is_narrow = any(dtype.itemsize < 4 for dtype in dtypes)
     is_rounded = plan.config.mp_policy.param_gather is not None
-    return _RTOL_NARROW if is_narrow or is_rounded else _RTOL
+    return is_rounded or any(dtype.itemsize < 4 for dtype in dtypes)
 
 
-def _differences(grads: PyTree, wanted: PyTree) -> Iterator[tuple[str, float]]:
-    """Yields the name of each parameter, and how far its gradients are apart."""
-    pairs = [
-        (name, _wide(one), _wide(other))
+def _compared(found: _Result, wanted: _Result, small: float) -> AuditedLoss:
+    grads = {
+        name: (_wide(one), _wide(other))
         for (name, one), other in zip(
-            named_leaves(grads), jax.tree.leaves(wanted), strict=True
+            named_leaves(found.grads), jax.tree.leaves(wanted.grads), strict=True
         )
         if jnp.issubdtype(one.dtype, jnp.inexact)
-    ]
-    of_all = math.hypot(*(float(np.linalg.norm(other)) for *_, other in pairs))
-    for name, one, other in pairs:
-        norm = max(float(np.linalg.norm(other)), _SMALL * of_all)
+    }
+    # Each by its own norm if it counts, since a large count would hide statistics.
+    counts, statistics = {}, {}
+    for name, change in found.changes.items():
+        is_count = np.issubdtype(change.dtype, np.integer)
+        (counts if is_count else statistics)[name] = change, wanted.changes[name]
+    state = dict(_differences(statistics, small)) | dict(_differences(counts, 0.0))
+    return AuditedLoss(found.loss, wanted.loss, dict(_differences(grads, small)), state)
+
+
+def _differences(
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], small: float
+) -> Iterator[tuple[str, float]]:
+    """Yields each name, and how far its arrays are apart as a part of the second."""
+    of_all = math.hypot(*(float(np.linalg.norm(other)) for _, other in pairs.values()))
+    for name, (one, other) in pairs.items():
+        norm = max(float(np.linalg.norm(other)), small * of_all)
         apart = float(np.linalg.norm(one - other))
-        yield name, apart / norm if apart else 0.0
+        of_nothing = math.inf if apart else 0.0
+        yield name, apart / norm if norm else of_nothing
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
+def _wide(array: jax.typing.ArrayLike) -> np.ndarray:
+    """Returns a vector of the widest dtype of its kind; bools are integers."""
+    array = np.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array.astype(np.int64).reshape(-1)
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     return array.astype(np.complex128 if is_complex else np.float64).reshape(-1)
 
 
 def _wrong(found: AuditedLoss, rtol: float) -> list[str]:
     """Returns what differs, the largest difference first."""
-    by_size = sorted(found.grad_differences.items(), key=lambda item: -item[1])
-    # Not `>`, for which NaN would pass.
     wrong = [
         f"the gradient of '{name}' by {part:.2g} of its norm"
-        for name, part in by_size
-        if not part <= rtol
+        for name, part in _beyond(found.grad_differences, rtol)
+    ]
+    wrong += [
+        f"what the loss writes to '{name}' by {part:.2g} of its change"
+        for name, part in _beyond(found.state_differences, rtol)
     ]
     loss, wanted = found.loss, found.loss_on_one_device
     if not abs(loss - wanted) <= rtol * abs(wanted):
@@ -218,27 +284,47 @@ def _wrong(found: AuditedLoss, rtol: float) -> list[str]:
     return wrong
 
 
+def _beyond(differences: Mapping[str, float], rtol: float) -> list[tuple[str, float]]:
+    """Returns the differences above `rtol`, the largest first."""
+    by_size = sorted(differences.items(), key=lambda item: -item[1])
+    # Not `>`, for which NaN would pass.
+    return [(name, part) for name, part in by_size if not part <= rtol]
+
+
 def _message(
-    found: AuditedLoss, wrong: list[str], plan: Plan, batch: PyTree, is_random: bool
+    found: AuditedLoss, wrong: list[str], rtol: float, plan: Plan, batch: PyTree
 ) -> str:
     ranks = math.prod(plan.mesh.shape[axis] for axis in BATCH_AXES)
     rows = len(jax.tree.leaves(batch)[0])
     listed = "".join(f"\n  {line}" for line in wrong[:_LISTED])
     if len(wrong) > _LISTED:
         listed += f"\n  and {len(wrong) - _LISTED} more"
-    reason = (
+    states = _beyond(found.state_differences, rtol)
+    reasons = [
+        f"The loss on {plan.mesh.size} devices is not that of one device:{listed}\n"
+        f"Each of {ranks} data ranks computes it for {rows // ranks} of {rows} rows."
+    ]
+    if len(wrong) > len(states):
+        reasons.append(_reason_of_loss(found, ranks))
+    if states:
+        reasons.append(
+            "What ranks write to arrays that are not parameters is averaged, and of "
+            "integers the largest is taken: count in a fsdp_jax.step.Tally, an nnx "
+            "variable that ranks add to, or write what is alike on all ranks, by "
+            f"jax.lax.psum, pmean or pmax over {BATCH_AXES}."
+        )
+    return " ".join(reasons)
+
+
+def _reason_of_loss(found: AuditedLoss, ranks: int) -> str:
+    if math.isclose(found.loss * ranks, found.loss_on_one_device, rel_tol=1e-3):
+        return (
+            f"The average of theirs is the loss, and this one is {ranks} times as "
+            "large on one device, as a sum over rows is: divide it by their number."
+        )
+    return (
+        "The average of theirs is the loss: it has to be the mean over its rows. "
         "Gather what needs all rows with jax.lax.all_gather, or average it with "
         f"jax.lax.pmean, over {BATCH_AXES}; for a weighted mean return (sum, count) "
         "with calculate_per_token_loss=True."
-    )
-    if math.isclose(found.loss * ranks, found.loss_on_one_device, rel_tol=1e-3):
-        reason = f"This one is {ranks} times as large on one device, as a sum over rows"
-        reason += " is: divide it by their number."
-    elif is_random:
-        reason += " Random numbers of model or loss differ from mesh to mesh: pass a "
-        reason += "loss that draws none, as with dropout's deterministic=True."
-    return (
-        f"The loss on {plan.mesh.size} devices is not that of one device:{listed}\n"
-        f"Each of {ranks} data ranks computes it for {rows // ranks} of {rows} rows, "
-        f"and it is averaged: a loss has to be the mean over its rows. {reason}"
     )

@@ -87,9 +87,7 @@ def _suspects(
     same_op = [planned for planned in expected if planned.op == one.op]
     same_axes = [planned for planned in same_op if set(planned.axes) == axes]
     other_axes = [planned for planned in same_op if set(planned.axes) != axes]
-    gathers = [
-        planned for planned in expected if planned.kind == "gather" and is_gather
-    ]
+    in_units = [planned for planned in same_op if planned.kind in ("gather", "reduce")]
     of_other_op = [x for x in missing if (x.op == "all-gather") == is_gather]
     return [
         _Suspect(
@@ -110,10 +108,11 @@ def _suspects(
             "make the step with this plan, its mesh and its placements",
         ),
         _Suspect(
-            gathers,
+            in_units,
             _as_a_stack,
             "gather unit by unit, with fsdp.scan over the stack; nothing outside of "
-            "the unit may need its unsharded weights",
+            "the unit may need its unsharded weights; where a vmap runs all of the "
+            "stack at once, make the module around the vmap the unit",
         ),
         _Suspect(
             of_other_op,
@@ -146,7 +145,7 @@ def _times(planned: ExpectedCollective, dim: int, ranks: int) -> Dims:
 def _as_a_stack(planned: ExpectedCollective) -> Dims | None:
     """Returns the dims of all layers of a stack at once."""
     stack = planned.param.shape[: planned.param.num_stacked]
-    return (*stack, *planned.received) if stack else None
+    return (*stack, *planned.unsharded) if stack else None
 
 
 def _unsharded_dims(one: CommunicatedArray) -> Dims:

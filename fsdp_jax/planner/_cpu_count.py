@@ -19,7 +19,7 @@ from fsdp_jax.planner._gpu import find_gpu
 from fsdp_jax.planner._schedule import schedule_of
 from fsdp_jax.planner._timeline import replay
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn
+from fsdp_jax.step._loss_arguments import LossFn
 from fsdp_jax.training._memory_check import compiled_bytes
 from fsdp_jax.training._state import abstract_state
 from fsdp_jax.training._train_step import make_train_step

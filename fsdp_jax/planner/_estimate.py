@@ -22,7 +22,7 @@ from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
 from fsdp_jax.sharding._mesh import AXES, make_mesh
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn
+from fsdp_jax.step._loss_arguments import LossFn
 from fsdp_jax.training._compiler_options import compiler_options
 from fsdp_jax.training._memory_check import compiled_bytes
 from fsdp_jax.training._state import abstract_state

@@ -12,7 +12,8 @@ from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
 from fsdp_jax.sharding._mesh import make_mesh
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn, LossForm
+from fsdp_jax.step._loss import LossForm
+from fsdp_jax.step._loss_arguments import LossFn
 from fsdp_jax.training._gradients import global_loss
 from fsdp_jax.training._state import abstract_state
 

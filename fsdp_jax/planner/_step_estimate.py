@@ -279,7 +279,7 @@ def _offload_line(estimate: StepEstimate) -> list[str]:
 
 
 def _advice(estimate: StepEstimate) -> list[str]:
-    """Suggests prefetching for units whose gathers are exposed over 5 % of the step."""
+    """Says of units whose gathers are exposed over 5 % of the step what hides them."""
     ahead = {
         sent.collective.unit
         for sent in estimate.timeline.sent
@@ -289,9 +289,12 @@ def _advice(estimate: StepEstimate) -> list[str]:
     for row in estimate.sent:
         if row.op == "all-gather" and row.unit in set(estimate.plan.units) - ahead:
             waits[row.unit] = waits.get(row.unit, 0.0) + row.exposed_seconds
+    advice = "no unit before it hides them, or the log says why none can"
+    if not estimate.plan.config.prefetch:
+        advice = "FSDPConfig(prefetch=1) hides them, or the log says why it cannot"
     return [
         f"the gathers of '{unit}' are waited for, {seconds * 1e3:,.1f} ms a step: "
-        "FSDPConfig(prefetch=1) hides them, where the log does not say why it cannot"
+        f"{advice}"
         for unit, seconds in waits.items()
         if seconds > 0.05 * estimate.timeline.seconds
     ]

@@ -44,6 +44,14 @@ def check_make_model(make_model: Any) -> None:
             f"make_model is a {type(make_model).__name__}. Pass a function of a PRNG "
             "key that returns the model or its weights."
         )
+    if inspect.isclass(make_model) and issubclass(make_model, nnx.Module):
+        needed = list(inspect.signature(make_model.__init__).parameters)[1:2]
+        if needed == ["rngs"]:  # Of a key it would ask for streams.
+            raise ValueError(
+                f"make_model is the class {make_model.__name__}, which takes nnx.Rngs, "
+                "and is called with one PRNG key. Write `lambda key: "
+                f"{make_model.__name__}(rngs=nnx.Rngs(key))`."
+            )
     # flax's classes are called with any arguments, which they pass to `__init__`.
     is_class = inspect.isclass(make_model)
     try:

@@ -140,7 +140,7 @@ def check_axes(
 
 
 def _fill_in(asked: dict[str, int], available: int) -> dict[str, int]:
-    shown = ", ".join(f"{axis}={size}" for axis, size in asked.items() if size != 1)
+    shown = ", ".join(f"{axis}={size!r}" for axis, size in asked.items() if size != 1)
     if any(not isinstance(size, int | np.integer) for size in asked.values()):
         raise ValueError(f"Cannot make a mesh of {shown}: each size is an integer.")
     bad = [axis for axis, size in asked.items() if size < 1 and size != -1]

@@ -26,7 +26,7 @@ class Stacked:
         data axes.
 
     Raises:
-      ValueError: If `num_dims` is less than 1.
+      ValueError: If `num_dims` is no integer, or less than 1.
 
     Examples:
       >>> plan = fsdp.fully_shard(make_model, mesh, units=[fsdp.Stacked("layers")])
@@ -39,9 +39,9 @@ class Stacked:
 
     def __post_init__(self):
         """Refuses a stack without a leading dim."""
-        if self.num_dims < 1:
+        if not isinstance(self.num_dims, int) or self.num_dims < 1:
             raise ValueError(
-                f"Stacked({self.unit!r}, num_dims={self.num_dims}): a stack has at "
+                f"Stacked({self.unit!r}, num_dims={self.num_dims!r}): a stack has at "
                 "least 1 leading dim. Leave Stacked out for what is not a stack."
             )
 

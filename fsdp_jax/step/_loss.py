@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +22,8 @@ from fsdp_jax.step._collectives import gather_weight
 from fsdp_jax.step._constraints import without_foreign_constraints
 from fsdp_jax.step._lifted_gathers import nested_stacks
 from fsdp_jax.step._linen_units import gather_at_units, without_constraints
+from fsdp_jax.step._linen_weights import says_which_weights
+from fsdp_jax.step._loss_arguments import LossFn, takes_key
 from fsdp_jax.step._loss_check import check_gradients, check_loss
 from fsdp_jax.step._model_state import (
     UpdatedModel,
@@ -43,9 +43,6 @@ from fsdp_jax.step._prefetched_scans import prefetch_scans
 from fsdp_jax.step._shard import Shard
 from fsdp_jax.step._split_loss import SplitLoss, split_loss
 from fsdp_jax.step._unit_order import order_units
-
-LossFn = Callable[..., Any]
-"""`loss_fn(model, batch)`, and `key=key` if it takes it, to a loss or `(loss, aux)`."""
 
 LossOfShards = Callable[..., Any]
 """`(shards, model_state, batch, key) -> (sum, (count, aux, model_state))`.
@@ -74,42 +71,6 @@ class LossForm:
         ]
         if wrong:
             raise ValueError(f"{', '.join(wrong)}: True or False.")
-
-
-def takes_key(loss_fn: LossFn) -> bool:
-    """Returns whether the loss takes a key: an argument `key` that is not bound.
-
-    Raises:
-      ValueError: If it is no function, or needs other arguments than a model, a batch
-        and a key.
-    """
-    if not callable(loss_fn):
-        raise ValueError(
-            f"loss_fn is a {type(loss_fn).__name__}: pass a function of a model and a "
-            "batch, loss_fn(model, batch) -> loss."
-        )
-    parameters = inspect.signature(loss_fn).parameters
-    needed = [
-        name
-        for name, one in parameters.items()
-        if one.default is one.empty
-        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    if others := [name for name in needed[2:] if name != "key"]:
-        raise ValueError(
-            f"loss_fn needs {', '.join(others)}: it is called with a model, a batch, "
-            "and a PRNG key if it has an argument named key. Rename the argument, "
-            "give it a default, or bind it by functools.partial."
-        )
-    return "key" in parameters and not _binds_key(loss_fn)
-
-
-def _binds_key(fn: Any) -> bool:
-    """Returns whether a partial, within wrappers or not, has bound the argument."""
-    if isinstance(fn, functools.partial):
-        return "key" in fn.keywords or _binds_key(fn.func)
-    inner = getattr(fn, "__wrapped__", None)
-    return inner is not None and _binds_key(inner)
 
 
 def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
@@ -156,6 +117,7 @@ def loss_of_shards(plan: Plan, loss_fn: LossFn, form: LossForm) -> LossOfShards:
             without_foreign_constraints(logged),
             sync_linen_batch_norms(synced),
             states_take_constants(),
+            says_which_weights(),
         ):
             out = loss_fn(model, batch, **extra)
         loss, aux = _loss_and_aux(out, form)
@@ -367,7 +329,10 @@ def _sum_and_count(loss: Any) -> tuple[Any, Any]:
 def _checked_loss(loss: Any) -> Float[Array, ""]:
     if loss is None or isinstance(loss, tuple | list | dict):
         raise ValueError(_no_loss(type(loss).__name__))
-    loss = jnp.asarray(loss)
+    try:
+        loss = jnp.asarray(loss)
+    except TypeError as error:  # Of words and other objects.
+        raise ValueError(_no_loss(type(loss).__name__)) from error
     if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(_no_loss(f"{loss.dtype}{list(loss.shape)}"))
     # It is summed over microbatches and ranks, which would lose digits in bfloat16.

@@ -81,7 +81,7 @@ class Shard:
         # Protocol lookups (`copy`, `pickle`, jax) must find that it is missing.
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        raise AttributeError(self._misused())
+        raise _MisusedAttributeError(self._misused())
 
     def __getitem__(self, index: Any) -> NoReturn:
         """Raises: only a scan or a map may slice a shard."""
@@ -106,6 +106,10 @@ class Shard:
             "dict), or leave it out of `units`, so that it is gathered at the entry of "
             "the loss."
         )
+
+
+class _MisusedAttributeError(ValueError, AttributeError):
+    """A misuse that `hasattr` and `getattr` with a default take for what is missing."""
 
 
 def is_shard(node: Any) -> bool:

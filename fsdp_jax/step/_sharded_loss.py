@@ -11,7 +11,8 @@ from jaxtyping import Array
 from fsdp_jax._tree import PyTree
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.step._aux_outputs import AuxFormat
-from fsdp_jax.step._loss import LossFn, LossForm, LossOfShards, loss_of_shards
+from fsdp_jax.step._loss import LossForm, LossOfShards, loss_of_shards
+from fsdp_jax.step._loss_arguments import LossFn
 from fsdp_jax.step._shard import Shard
 
 

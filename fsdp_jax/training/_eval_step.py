@@ -13,7 +13,8 @@ from fsdp_jax._tree import PyTree
 from fsdp_jax.data._batch import check_batch, place_batch
 from fsdp_jax.sharding._ambient_mesh import check_plan, own_mesh
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn, LossForm, takes_key
+from fsdp_jax.step._loss import LossForm
+from fsdp_jax.step._loss_arguments import LossFn, takes_key
 from fsdp_jax.step._model_state import check_call
 from fsdp_jax.training._call_check import ParamsWatch
 from fsdp_jax.training._cpu_sync import settle
@@ -94,6 +95,7 @@ def make_forward(plan: Plan, fn: Callable[..., PyTree]) -> Callable[..., PyTree]
       (8, 16)
     """
     check_plan(plan, "make_forward")
+    takes_key(fn, "fn")  # Refuses what cannot be called.
 
     @functools.wraps(fn)
     def no_loss(model: Any, batch: PyTree, **key: Any) -> tuple[jax.Array, PyTree]:

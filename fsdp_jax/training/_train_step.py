@@ -17,7 +17,8 @@ from fsdp_jax.launch._progress import TRAIN_STEP, report_progress
 from fsdp_jax.sharding._ambient_mesh import check_plan, in_own_mesh, own_mesh
 from fsdp_jax.sharding._padded import unpack
 from fsdp_jax.sharding._plan import Plan
-from fsdp_jax.step._loss import LossFn, LossForm, takes_key
+from fsdp_jax.step._loss import LossForm
+from fsdp_jax.step._loss_arguments import LossFn, takes_key
 from fsdp_jax.step._model_state import check_call
 from fsdp_jax.training._call_check import ParamsWatch, StateWatch, is_traced
 from fsdp_jax.training._compiler_options import options_for

@@ -216,6 +216,50 @@ def test_a_program_without_one_of_the_collectives_is_named():
         assert "all-gathers over dp_shard" in found and "none of them" in found
 
 
+class Member(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+class Ensemble(nnx.Module):
+    """Members that a `vmap` runs side by side."""
+
+    def __init__(self, key):
+        make = nnx.split_rngs(splits=4)(nnx.vmap(Member))
+        self.members = make(nnx.Rngs(key))
+
+    def __call__(self, x):
+        return nnx.vmap(lambda member, x: member(x), in_axes=(0, None))(
+            self.members, x
+        ).mean(0)
+
+
+class Around(nnx.Module):
+    def __init__(self, key):
+        self.ensemble = Ensemble(key)
+
+    def __call__(self, x):
+        return self.ensemble(x)
+
+
+def test_a_vmap_over_a_stack_of_units_is_named_and_passes_as_one_unit():
+    def program(unit):
+        plan = fsdp.fully_shard(Around, fsdp.make_mesh(), [unit])
+        step = fsdp.make_train_step(plan, lambda model, x: (model(x) ** 2).mean(), TX)
+        rows = jnp.ones((16, 32))
+        return plan, step.lower(fsdp.abstract_state(plan, TX), rows).compile()
+
+    found = differences(*program(Member))
+    # A matrix and a bias, gathered and reduced.
+    assert (
+        len([line for line in found if "make the module around the vmap" in line]) == 4
+    )
+    fsdp.audit_step(*program(Ensemble))
+
+
 # 1: weights kept for backward
 
 

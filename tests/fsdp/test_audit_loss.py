@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,6 +160,70 @@ def test_a_batch_norm_of_its_own_rows_is_another_model(is_synced):
         return
     with pytest.raises(ValueError, match=facts("blocks.0.norm.scale")):
         audit_loss(plan, mean, BATCH)
+
+
+def whole(make, config=None):
+    return fsdp.fully_shard(make, fsdp.make_mesh(), config=config)
+
+
+class Noting(nnx.Module):
+    """Writes what it sees of its rows to arrays that are not parameters."""
+
+    def __init__(self, key, count=nnx.Variable):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key))
+        self.rows = count(jnp.zeros((), jnp.int32))
+        self.sum = count(jnp.zeros(WIDTH))
+        self.mean = nnx.Variable(jnp.zeros(WIDTH))
+        self.largest = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x, over_ranks=lambda x: x):
+        self.rows[...] += len(x)
+        self.sum[...] += x.sum(0)
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean(0)
+        self.largest[...] = over_ranks(jnp.abs(x).max())
+        return self.linear(x)
+
+
+def test_a_model_that_writes_other_than_means_is_refused():
+    with pytest.raises(
+        ValueError, match=facts("'rows'", "'sum'", "'largest'", "Tally", "pmax")
+    ) as found:
+        audit_loss(whole(Noting), mean, BATCH)
+    assert "'mean'" not in str(found.value)  # What ranks average is one device's.
+    assert "gradient" not in str(found.value)
+
+
+def test_tallies_and_what_is_alike_on_all_ranks_pass():
+    def noted(model, batch):
+        y = model(batch["x"], lambda x: jax.lax.pmax(x, DATA))
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    plan = whole(functools.partial(Noting, count=fsdp.step.Tally))
+    found = audit_loss(plan, noted, BATCH)
+    assert found.state_differences.keys() == {"rows", "sum", "mean", "largest"}
+    assert max(found.state_differences.values()) < 1e-5
+    assert "model state within" in str(found)
+
+
+class BiasBeforeNorm(nnx.Module):
+    """Its bias has no gradient but rounding."""
+
+    def __init__(self, key):
+        rngs = nnx.Rngs(key)
+        self.linear = nnx.Linear(WIDTH, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.out = nnx.Linear(64, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.norm(self.linear(x))))
+
+
+def test_rounding_in_place_of_no_gradient_passes_in_bfloat16():
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+    plan = whole(BiasBeforeNorm, fsdp.FSDPConfig(mp_policy=policy))
+    assert "norm.mean" in audit_loss(plan, mean, BATCH).state_differences
+    with pytest.raises(ValueError, match=facts("'linear.kernel'")):
+        audit_loss(plan, contrastive, BATCH)
 
 
 def test_parameters_and_the_tolerance_can_be_given():

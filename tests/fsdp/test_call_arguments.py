@@ -210,6 +210,7 @@ def test_keys_and_narrow_floats_are_rows_of_a_batch(plan):
     [
         (lambda p, b: (loss_fn(p, b), {"a": 1}), False, ("tuple", "has_aux=True")),
         (lambda p, b: None, False, ("NoneType",)),
+        (lambda p, b: "0.5", False, ("str", "has_aux=True")),
         (loss_fn, True, ("has_aux=True", "array")),
         (lambda p, b: (loss_fn(p, b), 1, 2), True, ("has_aux=True", "tuple")),
     ],
@@ -228,6 +229,18 @@ def test_a_word_is_no_form_of_a_loss(plan, name):
             make(plan, loss_fn, **{name: "no"})
 
 
+def test_a_loss_of_one_argument_is_refused_before_it_is_called(plan):
+    with pytest.raises(ValueError, match=facts("loss_fn", "(p)")):
+        fsdp.value_and_grad(plan, lambda p: 0.0)
+    with pytest.raises(ValueError, match=facts("fn", "(p)")):
+        fsdp.make_forward(plan, lambda p: p)
+
+
+class OfRngs(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+
+
 class Model(nnx.Module):
     def __init__(self, width, rngs):
         self.linear = nnx.Linear(width, width, rngs=rngs)
@@ -239,6 +252,7 @@ class Model(nnx.Module):
         (lambda: 1, ("()", "nnx.Rngs(key)")),
         (lambda key, width: 1, ("(key, width)", "'width'")),
         (Model, ("width", "rngs", "nnx.Rngs(key)")),
+        (OfRngs, ("OfRngs", "OfRngs(rngs=nnx.Rngs(key))")),
         (Model(2, nnx.Rngs(0)), ("Model", "nnx.Rngs(key)")),
         (3, ("int",)),
     ],

@@ -163,8 +163,9 @@ def test_an_option_that_would_do_nothing_is_refused():
         fsdp.fully_shard(
             plain, fsdp.make_mesh(), config=fsdp.FSDPConfig(remat_policy=policy)
         )
-    with pytest.raises(ValueError, match=facts("num_dims=0", "1")):
-        fsdp.Stacked("layers", num_dims=0)
+    for wrong in (0, "1"):
+        with pytest.raises(ValueError, match=facts(f"num_dims={wrong!r}", "1")):
+            fsdp.Stacked("layers", num_dims=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=facts("num_microbatches=0", "1")):
         plan = fsdp.fully_shard(plain, fsdp.make_mesh())
         fsdp.make_train_step(plan, square, optax.sgd(0.1), num_microbatches=0)

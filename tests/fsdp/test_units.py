@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from helpers.compare import worst
 from helpers.errors import facts
 from helpers.hlo import collectives
@@ -78,8 +78,27 @@ def loss_of_plan(make, units, loss, **config):
 )
 def test_a_weight_used_outside_its_unit_is_an_error_that_explains(use):
     says = ["'layers'", "fsdp.unit", "`units`"]
-    with pytest.raises((ValueError, AttributeError), match=facts(*says)):
+    with pytest.raises(ValueError, match=facts(*says)):
         loss_of_plan(matrices(), ["layers"], lambda p, x: jnp.mean(use(p["layers"], x)))
+
+
+def test_a_linen_module_that_transforms_weights_of_a_unit_is_told_so():
+    class Normed(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.WeightNorm(linen.Dense(8, name="dense"), name="normed")(x)
+
+    def make(key):
+        return Normed().init(key, X)
+
+    def loss(variables, x):
+        return jnp.mean(Normed().apply(variables, x) ** 2)
+
+    with pytest.raises(
+        ValueError, match=facts("WeightNorm", "dense/kernel", "/normed")
+    ):
+        loss_of_plan(make, ["params.dense"], loss)
+    loss_of_plan(make, [], loss)
 
 
 def test_an_nnx_weight_used_outside_its_unit_is_an_error_that_explains():
