@@ -44,11 +44,15 @@ def load_files(path: str | os.PathLike[str], name: str, *, step: Step = None) ->
             f"{', '.join(names) or 'none'}."
         )
     folder = directory / FOLDER / name
-    return folder if is_local(folder) else _downloaded(folder)
+    return folder if is_local(folder) else copy_for_process(folder)
 
 
-def _downloaded(folder: Any) -> Path:
-    """Copies a folder of an object store to this machine, for this process's life."""
+def copy_for_process(folder: Any) -> Path:
+    """Copies a folder to this machine, for this process's life.
+
+    Args:
+      folder: Folder of a step, of an object store or of a step that may be deleted.
+    """
     local = Path(tempfile.mkdtemp(prefix="fsdp_jax-files-"))
     atexit.register(shutil.rmtree, local, ignore_errors=True)
     for name in files_in(folder):

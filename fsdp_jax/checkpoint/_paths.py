@@ -49,7 +49,15 @@ def as_path(path: str | os.PathLike[str]) -> Any:
     if found := _URL.fullmatch(os.fspath(path)):
         return StorePath.from_url(found[1], found[2])
     check_local(path, stores=SCHEMES)
-    return Path(path)
+    return _without_parents(Path(path))
+
+
+def _without_parents(path: Path) -> Path:
+    """Returns a path without `..`, which TensorStore refuses; links behind it stay."""
+    if os.pardir not in path.parts:
+        return path
+    behind = len(path.parts) - path.parts[::-1].index(os.pardir)
+    return Path(*path.parts[:behind]).resolve().joinpath(*path.parts[behind:])
 
 
 def is_local(path: Any) -> bool:

@@ -36,7 +36,7 @@ class Encoder:
     Attributes:
       codec: Tokenizer.
       directory: Directory of the model's files, which may have a chat template.
-      eos: Token appended to texts that no template has ended; None for none.
+      eos: Token that ends texts, where no template has ended them; None for none.
       vocab_size: Rows of the model's embedding.
     """
 
@@ -84,6 +84,8 @@ class Encoder:
         )
         check_vocab(self.vocab_size, int(documents.ids.max()) + 1, f"'{file}'")
         parts = _counts(len(groups), documents, cuts, lost, alike, config)
+        if self.eos is None and not all(one.has_specials for one in sum(groups, ())):
+            parts.append("no eos_token ends them: neither tokenizer nor config has one")
         return documents, f"'{file}': {', '.join(parts)}"
 
     def encode(self, record: Record, train_on: str) -> Tokenized:
@@ -97,9 +99,12 @@ class Encoder:
             record.text, add_specials=not record.has_specials
         )
         trained = [train_on == "all" or _is_in(end, record.spans) for end in offsets]
-        if not record.has_specials and self.eos is not None and ids[-1:] != [self.eos]:
-            ids, trained = [*ids, self.eos], [*trained, True]
-        return ids, trained
+        if record.has_specials or self.eos is None:
+            return ids, trained
+        if ids[-1:] != [self.eos]:
+            return [*ids, self.eos], [*trained, True]
+        # One that the tokenizer has added ends at 0 characters, in no span.
+        return ids, [*trained[:-1], trained[-1] or offsets[-1] == 0]
 
 
 def _counts(

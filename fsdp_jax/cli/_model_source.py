@@ -16,7 +16,7 @@ from bridge.models import DecoderConfig
 from bridge.streaming._sidecars import find_sidecars
 from fsdp_jax._report import bytes_bar
 from fsdp_jax._tree import PyTree
-from fsdp_jax.checkpoint._assets import names_of_files
+from fsdp_jax.checkpoint._assets import copy_for_process, names_of_files
 from fsdp_jax.checkpoint._steps import open_step, resolve_step
 from fsdp_jax.cli._decoder import plan_decoder
 from fsdp_jax.cli._log import say
@@ -361,8 +361,12 @@ def files_to_carry(origin: Origin) -> dict[str, list[Path]]:
         return {}
     # Of a folder of templates, the folder.
     names = {file.parts[0] for file in find_sidecars(origin.files)}
-    found = [origin.files / name for name in sorted(names)]
-    return {TOKENIZER: found} if found else {}
+    if not names:
+        return {}
+    # A run deletes old steps (--keep), and with them the one that it has resumed from.
+    is_step = isinstance(origin, Checkpoint)
+    folder = copy_for_process(origin.files) if is_step else origin.files
+    return {TOKENIZER: [folder / name for name in sorted(names)]}
 
 
 def _carried_files(path: Path, step: int) -> Path | None:

@@ -255,9 +255,8 @@ def _completion(fields: Mapping[str, Any], template: ChatTemplate | None) -> Rec
     if isinstance(prompt, list) and isinstance(completion, list):
         # Conversations, of which the completion alone is trained.
         before = len(prompt)
-        return conversation_record(
-            {"messages": [*prompt, *completion]}, template, before
-        )
+        messages = [*prompt, *completion]
+        return conversation_record({**fields, "messages": messages}, template, before)
     prompt, completion = text_of(fields, "prompt"), text_of(fields, "completion")
     text = prompt + completion
     return Record(text, ((len(prompt), len(text)),))
@@ -269,7 +268,8 @@ def conversation_record(
     """Returns the record of a conversation.
 
     Args:
-      fields: Object with `messages`, and perhaps `tools`.
+      fields: Object with `messages`, and perhaps `tools`, a list or its JSON, and
+        `chat_template_kwargs`, variables of the template.
       template: Chat template; None if the model has none.
       first: Number of messages that belong to the prompt.
 
@@ -289,11 +289,26 @@ def conversation_record(
             "messages need a chat template, and the model has none: add its "
             "chat_template.jinja, or use prompt and completion"
         )
-    text, spans = template.render(messages, fields.get("tools"))
-    prompted = roles[:first].count("assistant")
-    if not spans[prompted:]:
+    options = fields.get("chat_template_kwargs", {})
+    if not isinstance(options, dict):
+        raise ValueError("chat_template_kwargs is no object of variables")
+    text, spans = template.render(messages, _tools(fields), first, options)
+    if not spans:
         raise ValueError("has no message of the assistant to train on")
-    return Record(text, tuple(spans[prompted:]), has_specials=True)
+    return Record(text, tuple(spans), has_specials=True)
+
+
+def _tools(fields: Mapping[str, Any]) -> Any:
+    """Returns the descriptions of tools, which tables often hold as JSON."""
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = _loads(tools)
+        except ValueError as error:
+            raise ValueError(f"tools is a string, and no JSON: {error}") from error
+    if not (tools is None or isinstance(tools, list)):
+        raise ValueError("tools is no list of descriptions")
+    return tools
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:

@@ -269,6 +269,8 @@ def options_by_section(group: Any, resolved: Mapping[str, Any]) -> dict[str, Any
             value = resolved.get(field.name)
         if value is not None and value != ():
             found[field.name] = _as_yaml(value, field.name in _OF_DATA)
+            if field.name == "hf" and Path(value).exists():  # Else one of the hub.
+                found[field.name] = str(Path(value).absolute())
     return found
 
 

@@ -49,17 +49,16 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
     Raises:
       ValueError: If another command began it: two runs would mix.
     """
-    known, now = _known(save), dataclasses.asdict(command)
+    known, now = _known(save), _entry(command)
     if now in known:
         return True
     newest = fsdp.latest_step(save)
     if in_place or newest is None:
         return False
     differ = [
-        f"{name} {before.get(name)} there, {value} here"
+        f"{name} {_shown(there)} there, {_shown(here)} here"
         for before in known[:1]
-        for name, value in now.items()
-        if before.get(name) != value
+        for name, (there, here) in _differing(before, now).items()
     ]
     raise ValueError(
         f"--save '{save}' holds step {newest} of a run that this command did not begin"
@@ -68,9 +67,43 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
     )
 
 
+def _entry(command: Command) -> dict[str, Any]:
+    return _with_absolute_paths(dataclasses.asdict(command))
+
+
+def _with_absolute_paths(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entry of a command as it is from any working directory."""
+    found = dict(entry)
+    for name in ("hf", "resume", "metrics"):
+        value = found.get(name)
+        # What is no path here is the name of a model on the hub, or a URL.
+        if value and (name == "metrics" or Path(value).exists()):
+            found[name] = str(Path(value).absolute())
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _differing(
+    before: dict[str, Any], now: dict[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Returns what differs between two commands, by option."""
+    there, here = (
+        {**{n: v for n, v in entry.items() if n != "options"}, **entry["options"]}
+        for entry in (before, now)
+    )
+    return {
+        name: (there.get(name), here.get(name))
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    }
+
+
 def mark_begun(save: Path, command: Command) -> None:
     """Records the command in its directory, in process 0, unless it is there."""
-    known, now = _known(save), dataclasses.asdict(command)
+    known, now = _known(save), _entry(command)
     if now in known or jax.process_index() > 0:
         return
     if fsdp.latest_step(save) is None:
@@ -97,13 +130,15 @@ def write_in(directory: Any, name: str, text: str) -> None:
 
 def has_written(save: Path, metrics: Path) -> bool:
     """Returns whether a start of the run in this directory wrote these metrics."""
-    return any(command["metrics"] == str(metrics) for command in _known(save))
+    wanted = str(metrics.absolute())
+    return any(command["metrics"] == wanted for command in _known(save))
 
 
 def _known(save: Path) -> list[dict[str, Any]]:
     """Returns the commands that began or resumed the run in a directory."""
     file = as_path(save) / _NAME
-    return json.loads(file.read_bytes()) if file.exists() else []
+    known = json.loads(file.read_bytes()) if file.exists() else []
+    return [_with_absolute_paths(entry) for entry in known]
 
 
 def newest_good_step(save: Path) -> int | None:

@@ -54,7 +54,7 @@ class SaveOptions:
             )
         if self.keep_best and not (self.keep_best > 0 and self.keep and evaluates):
             raise ValueError(
-                f"--keep-best {self.keep_best} must be at least 1. It needs --keep N, "
+                f"--keep-best {self.keep_best}: it is at least 1, and needs --keep N, "
                 "which keeps the newest steps too, and --eval-data FILE, whose loss "
                 "ranks all steps."
             )

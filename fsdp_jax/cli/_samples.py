@@ -9,12 +9,13 @@ import fsdp_jax as fsdp
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._model_source import Origin
 from fsdp_jax.cli._run_options import EvalOptions
+from fsdp_jax.cli._special_tokens import stop_tokens
 from fsdp_jax.cli._text_generation import (
     check_prompts,
     encode_prompt,
     make_continuation,
 )
-from fsdp_jax.cli._tokenizer import TextCodec, stop_tokens
+from fsdp_jax.cli._tokenizer import TextCodec
 from fsdp_jax.cli._training_data import codec_of
 
 
@@ -94,5 +95,5 @@ def make_samples(
         codec=codec,
         every=options.sample_every or steps,
         max_new_tokens=options.sample_tokens or 64,
-        stop=stop_tokens(origin.config),
+        stop=stop_tokens(codec, origin.files, origin.config),
     )

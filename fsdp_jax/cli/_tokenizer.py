@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from bridge.models import DecoderConfig
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._errors import require
 
@@ -27,6 +26,14 @@ class TextCodec(Protocol):
           text: Text.
           add_specials: Whether special tokens are added, e.g. a first one; they end at
             0 characters.
+        """
+        ...
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of a special token; None if the tokenizer has no such token.
+
+        Args:
+          token: Text of the token, e.g. `</s>`.
         """
         ...
 
@@ -53,6 +60,9 @@ class Bytes:
         """Returns the bytes of a text, and the end of each in characters."""
         ends = [end for end, char in enumerate(text, 1) for _ in char.encode()]
         return self.encode(text), ends
+
+    def id_of(self, token: str) -> None:
+        """Returns None: bytes are no special tokens."""
 
     def decode(self, ids: Sequence[int], *, keep_specials: bool = False) -> str:
         """Returns the text of some bytes; other ids are shown as U+FFFD."""
@@ -92,6 +102,10 @@ class ModelTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_specials)
         return encoding.ids, [end for _, end in encoding.offsets]
 
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of a special token; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
     def decode(self, ids: Sequence[int], *, keep_specials: bool = False) -> str:
         """Returns the text of some ids, by default without special ones."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not keep_specials)
@@ -128,15 +142,3 @@ def check_vocab(vocab_size: int, needed: int, subject: str) -> None:
             f"{subject} makes ids up to {needed - 1}, but the model's vocabulary has "
             f"{vocab_size}. Use another tokenizer."
         )
-
-
-def stop_tokens(config: DecoderConfig) -> tuple[int, ...]:
-    """Returns the tokens that end a text: none, one, or several.
-
-    Args:
-      config: Config of the model.
-    """
-    ends = config.eos_token_id
-    if ends is None:
-        return ()
-    return (ends,) if isinstance(ends, int) else tuple(ends)

@@ -19,7 +19,8 @@ from fsdp_jax.cli._document_data import DocumentData, Encoder, read_documents
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import Origin, tokenizer_file
 from fsdp_jax.cli._records import has_records
-from fsdp_jax.cli._tokenizer import TextCodec, open_codec, stop_tokens
+from fsdp_jax.cli._special_tokens import end_token
+from fsdp_jax.cli._tokenizer import TextCodec, open_codec
 from fsdp_jax.cli._tokens import Tokens, fingerprint, read_in_first, read_tokens
 from fsdp_jax.data._host_batches import HostShard
 
@@ -63,9 +64,9 @@ def encoder_of(origin: Origin, config: DataConfig) -> Encoder:
       origin: Model.
       config: Options of the data.
     """
-    eos = next(iter(stop_tokens(origin.config)), None)
-    vocab_size = origin.config.vocab_size
-    return Encoder(codec_of(origin, config), origin.files, eos, vocab_size)
+    codec = codec_of(origin, config)
+    eos = end_token(codec, origin.files, origin.config)
+    return Encoder(codec, origin.files, eos, origin.config.vocab_size)
 
 
 def codec_of(origin: Origin, config: DataConfig) -> TextCodec:

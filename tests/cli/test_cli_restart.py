@@ -230,8 +230,8 @@ def test_an_interrupted_run_says_which_step_is_saved(
 @pytest.mark.parametrize(
     "change, says",
     [
-        (["--lr", "3e-2"], "'lr': 0.01"),
-        (["--batch", "16"], "'batch': 16"),
+        (["--lr", "3e-2"], "lr 0.01 there, 0.03 here"),
+        (["--batch", "16"], "batch not given there, 16 here"),
         (["--metrics", "other.jsonl"], "metrics "),
         (["--hf", "other"], "hf "),
     ],

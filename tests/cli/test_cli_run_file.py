@@ -151,6 +151,31 @@ def test_a_run_goes_on_with_nothing_but_its_directory(begun, fake_step, capsys):
     assert [json.loads(line)["loss"] for line in lines] == [5, 4, 3]
 
 
+def test_a_run_of_relative_paths_goes_on_from_any_directory(
+    llama, text, tmp_path, fake_step, capsys, monkeypatch
+):
+    (tmp_path / "model").symlink_to(llama)
+    monkeypatch.chdir(tmp_path)
+    fake_step(5)
+    argv = ["train", "--hf", "model", "--data", str(text), "--steps", "1"]
+    argv += ["--save", "run", "--metrics", "run.jsonl", "--batch", "8", "--seq", "16"]
+    assert main(argv) == 0
+    values = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert values["start"]["hf"] == str(tmp_path / "model")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    fake_step(4)
+    assert main(["train", "--resume", "../run", "--steps", "2"]) == 0
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [5, 4]
+    # Another command is told what of it is another, and no more.
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert main([*argv, "--lr", "0.5"]) == 2
+    told = said(capsys)
+    assert "lr not given there, 0.5 here" in told and "seq" not in told
+
+
 def test_metrics_of_another_run_are_not_written_over(begun, capsys):
     other = begun.parent / "other.jsonl"
     other.write_text("{}\n")

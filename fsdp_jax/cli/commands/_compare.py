@@ -206,12 +206,18 @@ def _outputs_of_transformers(path: Path, tokens: Tokens) -> Outputs:
     transformers = require("transformers", "fsdp-jax compare")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # What is missing is said below.
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        # Not the dtype that the config says: the weights would be rounded to it.
-        path,
-        dtype=torch.float32,
-        output_loading_info=True,
-    )
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            # Not the dtype that the config says: the weights would be rounded to it.
+            path,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except Exception as error:  # Any, as files of any kind are read.
+        raise ValueError(
+            f"transformers cannot load OUT '{path}': {type(error).__name__}: {error}. "
+            "--against bridge reads it without transformers."
+        ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{path} lacks {len(missing)} tensors of its model, which transformers "

@@ -19,12 +19,13 @@ from fsdp_jax.cli._decoder import computed_in, plan_decoder
 from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
 from fsdp_jax.cli._precision import ParamDtype
+from fsdp_jax.cli._special_tokens import stop_tokens
 from fsdp_jax.cli._text_generation import (
     check_prompts,
     encode_prompt,
     make_continuation,
 )
-from fsdp_jax.cli._tokenizer import TextCodec, open_codec, stop_tokens
+from fsdp_jax.cli._tokenizer import TextCodec, open_codec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Generate:
         if self.ema:
             origin = averaged(origin)
         codec = self._open_codec(origin)
+        stop = stop_tokens(codec, origin.files, origin.config)
         prompts = [
             encode_prompt(codec, origin, text, chat=self.chat) for text in self.prompt
         ]
@@ -91,11 +93,11 @@ class Generate:
             max_new_tokens=self.max_new_tokens,
             sampling=sampling,
             seed=self.seed,
-            stop=stop_tokens(origin.config),
+            stop=stop,
         )
         rows = continue_prompts(params, prompts)
         for text, prompt, row in zip(self.prompt, prompts, rows, strict=True):
-            self._print(codec, text, row[len(prompt) :], stop_tokens(origin.config))
+            self._print(codec, text, row[len(prompt) :], stop)
 
     def _check(self) -> None:
         wrong = []
