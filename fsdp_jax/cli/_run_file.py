@@ -269,7 +269,8 @@ def options_by_section(group: Any, resolved: Mapping[str, Any]) -> dict[str, Any
             value = resolved.get(field.name)
         if value is not None and value != ():
             found[field.name] = _as_yaml(value, field.name in _OF_DATA)
-            if field.name == "hf" and Path(value).exists():  # Else one of the hub.
+            # Else it is one of the hub.
+            if field.name == "hf" and isinstance(value, str) and Path(value).exists():
                 found[field.name] = str(Path(value).absolute())
     return found
 
