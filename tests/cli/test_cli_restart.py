@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from fsdp_jax._tree import named_leaves
 from fsdp_jax.checkpoint._steps import newest_good
 from fsdp_jax.cli import _run_marker, main
 from fsdp_jax.cli._metrics import metrics_lines
-from fsdp_jax.cli._orbax_log import _TRACEBACKS
+from fsdp_jax.cli._orbax_log import _OF_WRITES, _TRACEBACKS, _Unraisable
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -290,6 +291,27 @@ def test_what_orbax_logs_of_a_failure_is_a_line_and_of_an_interrupt_none(
     record = given if _TRACEBACKS.filter(given) else None
     assert (record and record.getMessage()) == shown
     assert record is None or path == "mine.py" or not record.exc_info
+
+
+@pytest.mark.parametrize(
+    "message, error, is_shown",
+    [
+        ("exception was never retrieved", ValueError("X: Error writing 'a'"), False),
+        ("exception was never retrieved", ValueError("of mine"), True),
+        ("Task failed", ValueError("X: Error writing 'a'"), True),
+    ],
+)
+def test_writes_that_fail_beside_the_one_that_is_raised_are_not_shown(
+    message, error, is_shown
+):
+    info = type(error), error, None
+    record = logging.LogRecord("asyncio", logging.ERROR, "", 1, message, (), info)
+    assert bool(_OF_WRITES.filter(record)) == is_shown
+    shown = []
+    hook = _Unraisable(shown.append)
+    for text in ("Event loop is closed", "of mine"):
+        hook(types.SimpleNamespace(exc_value=RuntimeError(text)))
+    assert [str(one.exc_value) for one in shown] == ["of mine"]
 
 
 def test_metrics_of_steps_that_come_again_are_taken_out(tmp_path):
