@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,10 @@ _SMALL, _SMALL_NARROW = 1e-3, 2e-2
 """A gradient is judged by this part of the norm of all, where its own is less: what
 would be zero in exact arithmetic, as of a bias before a norm, is rounding, which in
 bfloat16 was measured to be 1e-4 of the norm of all."""
+
+_ROUNDINGS = 4
+"""What is written is rounded to the dtype of its array: by half an eps on both sides,
+and again where a model computes in it."""
 
 _LISTED = 10
 
@@ -160,13 +165,25 @@ class _Result:
     Attributes:
       loss: Loss.
       grads: Gradients.
-      changes: By name, how arrays that are no parameters and no keys have changed, as
-        integers of those that hold integers.
+      changes: By name, how arrays that are no parameters and no keys have changed.
     """
 
     loss: float
     grads: PyTree
-    changes: Mapping[str, np.ndarray]
+    changes: Mapping[str, _Change]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """How an array has changed.
+
+    Attributes:
+      difference: New value minus old, as a vector; of integers if the array holds them.
+      rounding: Norm of what its dtype may have rounded.
+    """
+
+    difference: np.ndarray
+    rounding: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +203,7 @@ class _Run:
             self.has_aux,
             calculate_per_token_loss=self.calculate_per_token_loss,
         )
-        # Of no optimizer: its `model_state`, such as the statistics of a BatchNorm.
+        # For its `model_state`, such as the statistics of a BatchNorm.
         state = init_state(plan, optax.identity(), params, key=self.key)
         (loss, _, written), grads = compute(
             params, self.batch, key=self.key, model_state=state.model_state
@@ -195,11 +212,14 @@ class _Run:
         return _Result(float(loss), jax.tree.map(np.asarray, unshard(grads)), changes)
 
 
-def _changes(before: PyTree, after: PyTree) -> Iterator[tuple[str, np.ndarray]]:
+def _changes(before: PyTree, after: PyTree) -> Iterator[tuple[str, _Change]]:
     pairs = zip(named_leaves(before), jax.tree.leaves(after), strict=True)
     for (name, old), new in pairs:
         if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-            yield name, _wide(new) - _wide(old)
+            is_float = jnp.issubdtype(old.dtype, jnp.inexact)
+            unit = _ROUNDINGS * float(jnp.finfo(old.dtype).eps) if is_float else 0.0
+            rounding = unit * float(np.linalg.norm(_wide(new)))
+            yield name, _Change(_wide(new) - _wide(old), rounding)
 
 
 def _on_one_device(plan: Plan) -> Plan:
@@ -239,22 +259,35 @@ def _compared(found: _Result, wanted: _Result, small: float) -> AuditedLoss:
         if jnp.issubdtype(one.dtype, jnp.inexact)
     }
     # Each by its own norm if it counts, since a large count would hide statistics.
-    counts, statistics = {}, {}
+    counts, statistics, rounding = {}, {}, {}
     for name, change in found.changes.items():
-        is_count = np.issubdtype(change.dtype, np.integer)
-        (counts if is_count else statistics)[name] = change, wanted.changes[name]
-    state = dict(_differences(statistics, small)) | dict(_differences(counts, 0.0))
+        other = wanted.changes[name]
+        is_count = np.issubdtype(change.difference.dtype, np.integer)
+        pair = change.difference, other.difference
+        (counts if is_count else statistics)[name] = pair
+        rounding[name] = max(change.rounding, other.rounding)
+    state = dict(_differences(statistics, small, rounding))
+    state |= dict(_differences(counts, 0.0))
     return AuditedLoss(found.loss, wanted.loss, dict(_differences(grads, small)), state)
 
 
 def _differences(
-    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], small: float
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    small: float,
+    rounding: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[tuple[str, float]]:
-    """Yields each name, and how far its arrays are apart as a part of the second."""
+    """Yields each name, and how far its arrays are apart as a part of the second.
+
+    Args:
+      pairs: Both arrays, by name.
+      small: Part of the norm of all that an array's own norm counts as at least.
+      rounding: Norm that is no difference yet, by name; of others zero.
+    """
     of_all = math.hypot(*(float(np.linalg.norm(other)) for _, other in pairs.values()))
     for name, (one, other) in pairs.items():
         norm = max(float(np.linalg.norm(other)), small * of_all)
         apart = float(np.linalg.norm(one - other))
+        apart = 0.0 if apart <= rounding.get(name, 0.0) else apart
         of_nothing = math.inf if apart else 0.0
         yield name, apart / norm if norm else of_nothing
 

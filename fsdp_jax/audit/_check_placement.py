@@ -37,10 +37,14 @@ def check_placement(plan: Plan, program: Program) -> Iterator[Difference]:
 
 
 def returned_params(plan: Plan, program: Program) -> list[ParamPlan]:
-    """Returns the parameters of which a program returns arrays, by their names."""
+    """Returns the parameters of which a program returns arrays: by name and shape."""
     by_path = dict(zip(_paths(plan), plan.param_plans, strict=True))
-    found = [_param_of(by_path, path) for path in program.result_paths]
-    return [param for param in found if param is not None]
+    return [
+        param
+        for path, shape in program.result_shapes
+        if (param := _param_of(by_path, path)) is not None
+        and shape in (param.shape, param.padded_shape)
+    ]
 
 
 def _paths(plan: Plan) -> list[str]:

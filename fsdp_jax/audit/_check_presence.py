@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from fsdp_jax.audit._check_collectives import matches, may_be_merged
@@ -12,6 +13,7 @@ from fsdp_jax.hlo._program import CommunicatedArray, Program
 from fsdp_jax.sharding._plan import Plan
 
 _REDUCTIONS = ("reduce", "deferred")
+_GATHERS = ("gather", "enter")
 
 
 def check_presence(
@@ -22,7 +24,8 @@ def check_presence(
 ) -> Iterator[Difference]:
     """Yields a difference if no collective of the plan runs, or no reduction.
 
-    Not one by one: a unit whose weights no output depends on runs none.
+    Not one by one: a unit whose weights no output depends on runs none. In a program
+    compiled for GPUs any all-reduce of a vector may be one of gradients.
 
     Args:
       plan: Plan of the program.
@@ -30,24 +33,39 @@ def check_presence(
       arrays: Its communicated arrays.
       expected: Collectives of the plan.
     """
-    ran = {planned.kind for one in arrays for planned in matches(one, expected)}
-    if any(may_be_merged(program, one) for one in arrays):
+    ran = {
+        planned.kind
+        for one in arrays
+        # Scalars cannot be told from the loss and the gradient norm.
+        if one.elements > 1
+        for planned in matches(one, expected)
+    }
+    if any(may_be_merged(program, one) and one.elements > 1 for one in arrays):
         ran.update(_REDUCTIONS)  # Gradients may be among what XLA has concatenated.
-    reductions = [planned for planned in expected if planned.kind in _REDUCTIONS]
-    if expected and not ran:
+    reductions = [
+        planned
+        for planned in expected
+        if planned.kind in _REDUCTIONS and math.prod(planned.sent) > 1
+    ]
+    updated = returned_params(plan, program)
+    # A forward or an evaluation gathers, and reduces nothing.
+    gathers = [planned for planned in expected if planned.kind in _GATHERS]
+    needed = [*gathers, *(reductions if updated else ())]
+    if needed and not ran:
         yield Difference(
-            named([planned.param for planned in expected]),
-            _kinds(expected),
+            named([planned.param for planned in needed]),
+            _kinds(needed),
             "has none of them",
             "audit the step that make_train_step made with this plan; compile one of "
             "your own that is partitioned by shardings alone, which lowered has no "
             "collectives yet",
         )
-    elif reductions and ran.isdisjoint(_REDUCTIONS) and returned_params(plan, program):
+    elif reductions and updated and ran.isdisjoint(_REDUCTIONS):
         yield Difference(
             named([planned.param for planned in reductions]),
             _kinds(reductions),
-            "returns the parameters without one of them: each rank updates its own",
+            "returns the parameters without one of them: each rank would update its "
+            "own",
             "let make_train_step compute the gradients, or return them from a "
             "shard_map by the specs of the plan",
         )

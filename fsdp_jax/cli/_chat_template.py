@@ -62,17 +62,19 @@ class ChatTemplate:
         """
         conversation = functools.partial(self._call, tools=tools, options=options)
         if _GENERATION.search(self._source(tools)):
-            text, spans = conversation(messages, return_assistant_tokens_mask=True)
-            start = len(_prefix(conversation, messages, first, text)) if first else 0
-            return text, [(begin, end) for begin, end in spans if begin >= start]
+            return _behind_prompt(conversation, messages, first)
         text, spans = conversation(messages)[0], []
         for index, message in enumerate(messages):
             if index < first or message.get("role") != "assistant":
                 continue
             prompt, _ = conversation(messages[:index], add_generation_prompt=True)
-            upto = _prefix(conversation, messages, index + 1, text)
-            if not upto.startswith(prompt):
-                raise ValueError(_changes(index + 1))
+            upto, _ = conversation(messages[: index + 1])
+            if not (text.startswith(upto) and upto.startswith(prompt)):
+                raise ValueError(
+                    f"the chat template renders message {index + 1} differently when "
+                    "others follow, and has no {% generation %} block: which part the "
+                    "assistant writes is not known"
+                )
             spans.append((len(prompt), len(upto)))
         return text, spans
 
@@ -110,25 +112,32 @@ class ChatTemplate:
         return texts[0], [(start, end) for start, end in spans[0]] if spans else []
 
 
-def _prefix(
+def _behind_prompt(
     conversation: Callable[..., tuple[str, list[Span]]],
     messages: Sequence[Mapping[str, Any]],
-    count: int,
-    text: str,
-) -> str:
-    """Returns the text of the first messages, with which that of all has to begin."""
-    prefix, _ = conversation(messages[:count])
-    if not text.startswith(prefix):
-        raise ValueError(_changes(count))
-    return prefix
+    first: int,
+) -> tuple[str, list[Span]]:
+    """Renders a template that marks what the assistant writes, and drops the prompt's.
 
-
-def _changes(number: int) -> str:
-    return (
-        f"the chat template renders message {number} differently when others follow: "
-        "which part the assistant writes is not known. A template with {% generation "
-        "%} blocks says it, where the prompt before them stays as it is"
-    )
+    Args:
+      conversation: Renders messages.
+      messages: All messages.
+      first: Number of messages that belong to the prompt.
+    """
+    text, spans = conversation(messages, return_assistant_tokens_mask=True)
+    prompt = messages[:first]
+    if not any(message.get("role") == "assistant" for message in prompt):
+        return text, spans
+    before, told = conversation(prompt, return_assistant_tokens_mask=True)
+    if [before[slice(*span)] for span in told] != [
+        text[slice(*span)] for span in spans[: len(told)]
+    ]:
+        raise ValueError(
+            f"the chat template renders the {first} messages of the prompt otherwise "
+            "where others follow: which of its {% generation %} blocks are of the "
+            "completion is not known. Give the conversation as messages to train all"
+        )
+    return text, spans[len(told) :]
 
 
 def read_chat_template(directory: Path | None) -> ChatTemplate | None:
@@ -149,14 +158,15 @@ def read_chat_template(directory: Path | None) -> ChatTemplate | None:
 
 def _named_templates(directory: Path) -> dict[str, str]:
     """Returns the templates of a model by name; the plain one is the default."""
-    source = read_json(directory / "tokenizer_config.json").get("chat_template")
-    named: dict[str, str] = {}
-    if isinstance(source, list):
-        named = {each["name"]: each["template"] for each in source}
-    elif isinstance(source, str):
-        named = {"default": source}
-    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        named[file.stem] = file.read_text()
+    named = {
+        file.stem: file.read_text(encoding="utf-8")
+        for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    }
     if (file := directory / "chat_template.jinja").is_file():
-        named["default"] = file.read_text()
-    return named
+        named["default"] = file.read_text(encoding="utf-8")
+    if named:  # Files replace those of the config, as in transformers.
+        return named
+    source = read_json(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(source, list):
+        return {each["name"]: each["template"] for each in source}
+    return {"default": source} if isinstance(source, str) else {}

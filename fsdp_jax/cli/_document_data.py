@@ -84,7 +84,7 @@ class Encoder:
         )
         check_vocab(self.vocab_size, int(documents.ids.max()) + 1, f"'{file}'")
         parts = _counts(len(groups), documents, cuts, lost, alike, config)
-        if self.eos is None and not all(one.has_specials for one in sum(groups, ())):
+        if self.eos is None and not all(one.has_specials for one, *_ in groups):
             parts.append("no eos_token ends them: neither tokenizer nor config has one")
         return documents, f"'{file}': {', '.join(parts)}"
 

@@ -62,8 +62,10 @@ class _Unraisable:
 
     def __call__(self, unraisable: Any) -> None:
         """Shows an error."""
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == _CLOSED):
+        error, trace = unraisable.exc_value, unraisable.exc_traceback
+        # TensorStore calls asyncio from no line of Python.
+        is_of_asyncio = trace and "asyncio" in trace.tb_frame.f_code.co_filename
+        if not (is_of_asyncio and str(error) == _CLOSED):
             self.shown(unraisable)
 
 

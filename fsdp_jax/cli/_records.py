@@ -26,6 +26,13 @@ _KINDS = {
     "prompt": {"prompt", "completion"},
     "text": {"text"},
 }
+_OF_TEMPLATE = (("tools", list), ("chat_template_kwargs", dict))
+# What the template is given in other ways.
+_RESERVED = (
+    *("messages", "conversations", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message"),
+    "return_assistant_tokens_mask",
+)
 _ROLES = "user, assistant, system or another role of the template"
 
 
@@ -78,7 +85,7 @@ def has_rows(file: Path) -> bool:
     Args:
       file: File, folder or hub id of `--data`.
     """
-    is_array = format_of(file.name) == ".json"  # Of objects that span lines.
+    is_array = format_of(file.name) == ".json"
     return is_table(file) or is_array or dataset_name(file) is not None
 
 
@@ -171,20 +178,32 @@ def _rows(file: Path) -> Iterator[Callable[[], Any]]:
 
 def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
     if is_table(file):
-        yield from (functools.partial(_given, row) for row in read_table(file))
+        yield from (functools.partial(_without_nulls, row) for row in read_table(file))
         return
     text = _read_text(file)
+    if format_of(file.name) == ".json" and (one := _single_object(text)) is not None:
+        yield functools.partial(_without_nulls, one)
+        return
     if format_of(file.name) == ".json" and text.lstrip()[:1] == "[":
         try:
             records = _loads(text)
         except ValueError as error:
             raise ValueError(f"--data '{file}' is not JSON: {error}") from error
-        yield from (functools.partial(_given, record) for record in records)
+        yield from (functools.partial(_without_nulls, record) for record in records)
         return
     # `splitlines` also splits at U+2028 and others, which a string of JSON may hold.
     lines = text.split("\n")
     for line in lines if lines[-1] else lines[:-1]:
         yield functools.partial(_parse, line)
+
+
+def _single_object(text: str) -> dict[str, Any] | None:
+    """Returns the object that a text is, over several lines or not; None if none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _read_text(file: Path) -> str:
@@ -208,7 +227,7 @@ def _read_text(file: Path) -> str:
 def _parse(line: str) -> Any:
     if not line.strip():
         return None
-    return _given(_loads(line))
+    return _without_nulls(_loads(line))
 
 
 def _loads(text: str) -> Any:
@@ -218,7 +237,7 @@ def _loads(text: str) -> Any:
         raise ValueError("its JSON is nested too deep") from error
 
 
-def _given(fields: Any) -> dict[str, Any]:
+def _without_nulls(fields: Any) -> dict[str, Any]:
     """Returns the fields of an object that are not null."""
     if not isinstance(fields, dict):
         raise ValueError("no JSON object")
@@ -289,26 +308,34 @@ def conversation_record(
             "messages need a chat template, and the model has none: add its "
             "chat_template.jinja, or use prompt and completion"
         )
-    options = fields.get("chat_template_kwargs", {})
-    if not isinstance(options, dict):
-        raise ValueError("chat_template_kwargs is no object of variables")
-    text, spans = template.render(messages, _tools(fields), first, options)
+    tools, options = (_decoded(fields, name, kind) for name, kind in _OF_TEMPLATE)
+    if reserved := [name for name in options or () if name in _RESERVED]:
+        raise ValueError(f"chat_template_kwargs has {', '.join(reserved)}")
+    # transformers drops what is null too: templates ask whether a message has a field.
+    messages = [_without_nulls(message) for message in messages]
+    text, spans = template.render(messages, tools, first, options or {})
     if not spans:
         raise ValueError("has no message of the assistant to train on")
     return Record(text, tuple(spans), has_specials=True)
 
 
-def _tools(fields: Mapping[str, Any]) -> Any:
-    """Returns the descriptions of tools, which tables often hold as JSON."""
-    tools = fields.get("tools")
-    if isinstance(tools, str):
+def _decoded(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Returns a field, which tables often hold as JSON; None if it is absent or blank.
+
+    Args:
+      fields: Object.
+      name: Name of the field.
+      kind: Type that it has.
+    """
+    value = fields.get(name)
+    if isinstance(value, str):
         try:
-            tools = _loads(tools)
+            value = _loads(value) if value.strip() else None
         except ValueError as error:
-            raise ValueError(f"tools is a string, and no JSON: {error}") from error
-    if not (tools is None or isinstance(tools, list)):
-        raise ValueError("tools is no list of descriptions")
-    return tools
+            raise ValueError(f"{name} is a string, and no JSON: {error}") from error
+    if not (value is None or isinstance(value, kind)):
+        raise ValueError(f"{name} is a {type(value).__name__}, and no {kind.__name__}")
+    return value
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:

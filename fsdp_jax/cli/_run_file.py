@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -269,9 +270,9 @@ def options_by_section(group: Any, resolved: Mapping[str, Any]) -> dict[str, Any
             value = resolved.get(field.name)
         if value is not None and value != ():
             found[field.name] = _as_yaml(value, field.name in _OF_DATA)
-            # Else it is one of the hub.
+            # A name that is no path here is one of the hub.
             if field.name == "hf" and isinstance(value, str) and Path(value).exists():
-                found[field.name] = str(Path(value).absolute())
+                found[field.name] = os.path.abspath(value)
     return found
 
 

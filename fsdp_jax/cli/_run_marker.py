@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._steps import committed_steps, newest_good, set_aside
 
 _NAME = "fsdp-jax-train.json"
+_PATHS = ("hf", "resume", "metrics")
+_ABSOLUTE = "absolute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
       ValueError: If another command began it: two runs would mix.
     """
     known, now = _known(save), _entry(command)
-    if now in known:
+    if any(not _differing(before, now) for before in known):
         return True
     newest = fsdp.latest_step(save)
     if in_place or newest is None:
@@ -68,37 +71,45 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 
 
 def _entry(command: Command) -> dict[str, Any]:
-    return _with_absolute_paths(dataclasses.asdict(command))
+    """Returns what is stored of a command: its options, and its paths from anywhere."""
+    typed = dataclasses.asdict(command)
+    return typed | {_ABSOLUTE: {name: _absolute(typed[name]) for name in _PATHS}}
 
 
-def _with_absolute_paths(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entry of a command as it is from any working directory."""
-    found = dict(entry)
-    for name in ("hf", "resume", "metrics"):
-        value = found.get(name)
-        # What is no path here is the name of a model on the hub, or a URL.
-        if value and (name == "metrics" or Path(value).exists()):
-            found[name] = str(Path(value).absolute())
-    return found
+def _absolute(path: str | None) -> str | None:
+    # Of a name on the hub too, which is then compared as it was typed.
+    return None if path is None else os.path.abspath(path)
 
 
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)
+def _values(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a command by name."""
+    own = {n: v for n, v in entry.items() if n not in ("options", _ABSOLUTE)}
+    return own | entry["options"]
 
 
 def _differing(
     before: dict[str, Any], now: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Returns what differs between two commands, by option."""
-    there, here = (
-        {**{n: v for n, v in entry.items() if n != "options"}, **entry["options"]}
-        for entry in (before, now)
-    )
+    """Returns what differs between two commands, by option.
+
+    A path differs if it was typed otherwise and leads elsewhere: the first alone says
+    little after a change of directory, the second on hosts that mount it elsewhere.
+    """
+    there, here = _values(before), _values(now)
     return {
         name: (there.get(name), here.get(name))
         for name in {**there, **here}
-        if there.get(name) != here.get(name)
+        if there.get(name) != here.get(name) and not _leads_there(name, before, now)
     }
+
+
+def _leads_there(name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    there, here = (entry.get(_ABSOLUTE, {}).get(name) for entry in (before, now))
+    return there is not None and there == here
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
 
 
 def mark_begun(save: Path, command: Command) -> None:
@@ -130,15 +141,18 @@ def write_in(directory: Any, name: str, text: str) -> None:
 
 def has_written(save: Path, metrics: Path) -> bool:
     """Returns whether a start of the run in this directory wrote these metrics."""
-    wanted = str(metrics.absolute())
-    return any(command["metrics"] == wanted for command in _known(save))
+    given = {"metrics": str(metrics), _ABSOLUTE: {"metrics": _absolute(str(metrics))}}
+    return any(
+        command["metrics"] == given["metrics"]
+        or _leads_there("metrics", command, given)
+        for command in _known(save)
+    )
 
 
 def _known(save: Path) -> list[dict[str, Any]]:
     """Returns the commands that began or resumed the run in a directory."""
     file = as_path(save) / _NAME
-    known = json.loads(file.read_bytes()) if file.exists() else []
-    return [_with_absolute_paths(entry) for entry in known]
+    return json.loads(file.read_bytes()) if file.exists() else []
 
 
 def newest_good_step(save: Path) -> int | None:

@@ -33,7 +33,8 @@ def make_metadata(
     if resumed is not None and resumed.metadata.get("data_sha256", sha256) != sha256:
         raise ValueError(
             f"--data gives other tokens than those that step {resumed.step} of "
-            f"'{resumed.path}' was trained on. Give the same files in the same order."
+            f"'{resumed.path}' was trained on. Give the same files in the same order, "
+            "with the same tokenizer, template and eos_token."
         )
     return {
         "config": bridge.to_hf_config(model),

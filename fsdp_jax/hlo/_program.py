@@ -31,7 +31,8 @@ class Program:
         collectives and merges equal gathers.
       is_scheduled: Whether the instructions are in execution order.
       results: `(path, dims on one device)` of each result; empty if unknown.
-      result_paths: Path of each result, also of a lowered program; empty if unknown.
+      result_shapes: `(path, shape on all devices)` of each result, also of a lowered
+        program; empty if unknown.
     """
 
     module: Module
@@ -39,7 +40,7 @@ class Program:
     is_cpu: bool
     is_scheduled: bool = False
     results: tuple[tuple[str, Dims], ...] = ()
-    result_paths: tuple[str, ...] = ()
+    result_shapes: tuple[tuple[str, Dims], ...] = ()
 
     @property
     def is_scheduled_for_gpus(self) -> bool:
@@ -110,17 +111,17 @@ def program_of(compiled: Any, mesh: Mesh) -> Program:
     if isinstance(compiled, jax.stages.Lowered):
         computation: Any = compiled.compiler_ir(dialect="hlo")
         text = computation.get_hlo_module().to_string()
-        paths = tuple(path for path, _ in _named(compiled))
-        return Program(parse(text), True, is_cpu=False, result_paths=paths)
+        shapes = _shapes(compiled)
+        return Program(parse(text), True, is_cpu=False, result_shapes=shapes)
     results: tuple[tuple[str, Dims], ...] = ()
-    paths: tuple[str, ...] = ()
+    shapes: tuple[tuple[str, Dims], ...] = ()
     text = compiled
     if isinstance(compiled, jax.stages.Compiled):
         text, results = compiled.as_text(), tuple(_results(compiled))
-        paths = tuple(path for path, _ in _named(compiled))
+        shapes = _shapes(compiled)
     if isinstance(text, str):
         is_scheduled = "is_scheduled=true" in text.partition("\n")[0]
-        return Program(parse(text), False, is_cpu, is_scheduled, results, paths)
+        return Program(parse(text), False, is_cpu, is_scheduled, results, shapes)
     raise TypeError(
         f"audit takes what step.lower(...) or its .compile() returns, or the text of "
         f"a compiled module, not a {type(compiled).__name__}."
@@ -194,6 +195,12 @@ def _results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, Dims]]:
         sharding = getattr(struct, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding):
             yield path, tuple(sharding.shard_shape(struct.shape))
+
+
+def _shapes(
+    stage: jax.stages.Lowered | jax.stages.Compiled,
+) -> tuple[tuple[str, Dims], ...]:
+    return tuple((path, tuple(struct.shape)) for path, struct in _named(stage))
 
 
 def _named(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -307,11 +308,25 @@ def test_writes_that_fail_beside_the_one_that_is_raised_are_not_shown(
     info = type(error), error, None
     record = logging.LogRecord("asyncio", logging.ERROR, "", 1, message, (), info)
     assert bool(_OF_WRITES.filter(record)) == is_shown
+
+
+def mine():
+    raise RuntimeError("Event loop is closed")
+
+
+def test_a_closed_event_loop_is_not_shown_unless_it_is_anothers():
     shown = []
-    hook = _Unraisable(shown.append)
-    for text in ("Event loop is closed", "of mine"):
-        hook(types.SimpleNamespace(exc_value=RuntimeError(text)))
-    assert [str(one.exc_value) for one in shown] == ["of mine"]
+    hook, loop = _Unraisable(shown.append), asyncio.new_event_loop()
+    loop.close()
+    for call, count in ((lambda: loop.call_soon_threadsafe(print), 0), (mine, 1)):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        # TensorStore's threads have no frame of Python above asyncio's.
+        trace = error.tb
+        while trace.tb_next and "asyncio" not in trace.tb_frame.f_code.co_filename:
+            trace = trace.tb_next
+        hook(types.SimpleNamespace(exc_value=error.value, exc_traceback=trace))
+        assert len(shown) == count
 
 
 def test_metrics_of_steps_that_come_again_are_taken_out(tmp_path):

@@ -158,7 +158,9 @@ def test_a_run_of_relative_paths_goes_on_from_any_directory(
     monkeypatch.chdir(tmp_path)
     fake_step(5)
     argv = ["train", "--hf", "model", "--data", str(text), "--steps", "1"]
-    argv += ["--save", "run", "--metrics", "run.jsonl", "--batch", "8", "--seq", "16"]
+    (tmp_path / "deep").mkdir()
+    metrics = "deep/../run.jsonl"
+    argv += ["--save", "run", "--metrics", metrics, "--batch", "8", "--seq", "16"]
     assert main(argv) == 0
     values = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert values["start"]["hf"] == str(tmp_path / "model")
@@ -174,6 +176,10 @@ def test_a_run_of_relative_paths_goes_on_from_any_directory(
     assert main([*argv, "--lr", "0.5"]) == 2
     told = said(capsys)
     assert "lr not given there, 0.5 here" in told and "seq" not in told
+    # The model is in the checkpoint: the command goes on without the first one.
+    (tmp_path / "model").unlink()
+    fake_step(3)
+    assert main([word if word != "1" else "3" for word in argv]) == 0
 
 
 def test_metrics_of_another_run_are_not_written_over(begun, capsys):

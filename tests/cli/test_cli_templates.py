@@ -86,7 +86,7 @@ def test_conversations_with_tools_have_the_template_for_tools(place, tmp_path):
         (folder / "chat_template.jinja").write_text(PLAIN)
     without, told, as_json = records(
         folder,
-        {"messages": CHAT},
+        {"messages": CHAT, "tools": "", "chat_template_kwargs": ""},
         {"messages": CHAT, "tools": TOOLS},
         {"messages": CHAT, "tools": json.dumps(TOOLS)},
     )
@@ -115,6 +115,7 @@ def test_tools_and_variables_reach_the_template_with_prompt_and_completion(tmp_p
         ("tools", "[", ["tools", "JSON"]),
         ("tools", {"a": 1}, ["tools"]),
         ("chat_template_kwargs", [1], ["chat_template_kwargs"]),
+        ("chat_template_kwargs", {"tools": 1}, ["chat_template_kwargs", "tools"]),
     ],
 )
 def test_what_a_template_cannot_take_is_refused(field, value, says, tmp_path):
@@ -131,37 +132,95 @@ def test_blocks_of_the_prompt_are_not_trained(tmp_path):
     assert every.text == last.text and written(last) == ["2.", "<eos>"]
 
 
-def test_a_prompt_that_is_rendered_anew_is_refused(tmp_path):
-    anew = "{{ messages | length }}" + IN_BLOCKS
-    with pytest.raises(ValueError, match=facts("line 1", "message 3")):
-        records(model(tmp_path, anew), {"prompt": CHAT[:3], "completion": CHAT[3:]})
+@pytest.mark.parametrize("end", ["<eos>", ""])
+def test_a_prompt_without_answers_is_no_matter_how_it_is_rendered(end, tmp_path):
+    # Without a user's message the template fails, and the end comes once.
+    ended = "{{ messages[1].content }}" + IN_BLOCKS + end
+    folder = model(tmp_path, ended)
+    chat = [{"role": "system", "content": "Be."}, *CHAT[:2]]
+    (record,) = records(folder, {"prompt": chat[:1], "completion": chat[1:]})
+    assert written(record) == ["1.", "<eos>"]
 
 
-@pytest.mark.parametrize("source", ["special_tokens_map.json", "its class"])
-def test_special_tokens_of_a_template_are_those_of_transformers(source, tmp_path):
-    folder = model(tmp_path, PLAIN, eos_token="<eos>")
-    if source == "its class":
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        config["tokenizer_class"] = "GPT2Tokenizer"
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    else:
-        (folder / source).write_text(json.dumps({"bos_token": "<bos>"}))
+def test_a_prompt_whose_answers_are_rendered_anew_is_refused(tmp_path):
+    anew = IN_BLOCKS.replace("{{ m.content }}", "{{ messages | length }}")
+    prompted = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    with pytest.raises(ValueError, match=facts("line 1", "3 messages")):
+        records(model(tmp_path, anew), prompted)
+
+
+MAPS = {
+    "the map alone": ({}, {"bos_token": "<bos>"}),
+    "both": ({"bos_token": "<eos>"}, {"bos_token": "<bos>"}),
+    "a list of added tokens": (
+        {"bos_token": "<eos>", "added_tokens_decoder": {}},
+        {"bos_token": "<bos>"},
+    ),
+    "null": ({"bos_token": None}, {}),
+}
+
+
+@pytest.mark.parametrize("case", MAPS)
+def test_special_tokens_of_a_template_are_those_of_transformers(case, tmp_path):
+    config, tokens_map = MAPS[case]
+    folder = model(tmp_path, PLAIN, eos_token="<eos>", **config)
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokens_map))
     (record,) = records(folder, {"messages": CHAT})
     assert record.text == rendered(folder, CHAT)
-    first = "<|endoftext|>" if source == "its class" else "<bos>"
-    assert record.text.startswith(first)
 
 
 def test_a_token_that_is_nowhere_to_be_found_is_named(tmp_path):
     folder = model(tmp_path, PLAIN, eos_token="<eos>")
-    (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=facts("bos_token", "tokenizer_config.json")):
         read_chat_template(folder)
-    # One that is said not to be is none.
-    folder = model(tmp_path, PLAIN, eos_token="<eos>", bos_token=None)
-    (folder / "tokenizer.json").write_text("{}")
+    # A class without tokens of its own has none.
+    named = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = model(tmp_path, PLAIN, eos_token="<eos>", **named)
     (record,) = records(folder, {"messages": CHAT})
-    assert record.text.startswith("<user>")
+    assert record.text == rendered(folder, CHAT) and record.text.startswith("<user>")
+
+
+CALLING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_fields_of_messages_that_are_null_are_absent(tmp_path):
+    folder = model(tmp_path, CALLING)
+    called = [{"function": {"name": "add", "arguments": {}}}]
+    chat = [
+        {"role": "user", "content": "One?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": called},
+    ]
+    (record,) = records(folder, {"messages": chat})
+    assert record.text == rendered(folder, chat) == "<user>One?<assistant>1"
+
+
+def test_files_of_templates_replace_those_of_the_config(tmp_path):
+    folder = model(tmp_path, NAMED)
+    (folder / "chat_template.jinja").write_text(CALLING)
+    (record,) = records(folder, {"messages": CHAT, "tools": TOOLS})
+    assert record.text == rendered(folder, CHAT, tools=TOOLS)
+    assert "add" not in record.text
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_damaged_file_of_tokens_is_named(content, tmp_path):
+    folder = model(tmp_path)
+    (folder / "generation_config.json").write_text(content)
+    codec = ModelTokenizer(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match=facts("generation_config.json'")):
+        stop_tokens(codec, folder, Config(258))
+
+
+def test_an_end_that_is_no_token_is_named(tmp_path):
+    folder = model(tmp_path, eos_token="<missing>", bos_token="<bos>")
+    codec = ModelTokenizer(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match=facts("'<missing>'", "tokenizer_config.json")):
+        end_token(codec, folder, Config(257))
+    assert end_token(Bytes(), folder, Config(257)) == 257
 
 
 class Config:

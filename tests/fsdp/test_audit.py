@@ -170,9 +170,11 @@ def test_a_model_of_which_no_dim_divides_passes(sizes):
 
 def sharded_update(reduce):
     """A step of the user's own: SGD on the shards of one matrix, in a `shard_map`."""
-    plan = fsdp.fully_shard(
-        lambda key: {"w": jax.random.normal(key, (64, 64))}, fsdp.make_mesh(), ["w"]
-    )
+
+    def make(key):  # Beside a scale, whose sum might be that of a loss.
+        return {"w": jax.random.normal(key, (64, 64)), "scale": jnp.ones(())}
+
+    plan = fsdp.fully_shard(make, fsdp.make_mesh(), ["w"])
     spec = jax.tree.map(lambda one: one.spec, plan.shardings)
 
     @functools.partial(
@@ -185,7 +187,8 @@ def sharded_update(reduce):
     def update(params, x):
         w = jax.lax.all_gather(params["w"], "dp_shard", axis=0, tiled=True)
         grad = reduce(jax.grad(lambda w: jnp.square(x @ w).sum())(w))
-        return {"w": params["w"] - 0.1 * grad}
+        scale = jax.lax.pmean(params["scale"] * x.sum(), "dp_shard")
+        return {"w": params["w"] - 0.1 * grad, "scale": scale}
 
     rows = jax.ShapeDtypeStruct((16, 64), jnp.float32)
     return plan, jax.jit(update).lower(plan.params, rows)
@@ -206,6 +209,19 @@ def test_an_update_without_a_reduction_is_named():
     (found,) = differences(*sharded_update(own_rows))
     assert "'w'" in found and "reduce-scatters over dp_shard" in found
     assert "without one of them" in found
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_an_evaluation_and_a_forward_need_no_reductions(strategy):
+    plan = plan_of(zero_dp_strategy=strategy)
+    rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    data = {"x": rows, "y": jax.ShapeDtypeStruct((ROWS, OUT), jnp.float32)}
+    evaluate = jax.jit(fsdp.make_eval_step(plan, loss_of()))
+    forward = jax.jit(
+        fsdp.make_forward(plan, lambda params, x: {"head": x @ params["head"]})
+    )
+    for function, given in ((evaluate, data), (forward, rows)):
+        fsdp.audit_step(plan, function.lower(plan.params, given))
 
 
 def test_a_program_without_one_of_the_collectives_is_named():

@@ -205,6 +205,21 @@ def test_tallies_and_what_is_alike_on_all_ranks_pass():
     assert "model state within" in str(found)
 
 
+def test_what_a_narrow_array_rounds_is_no_difference():
+    def noted(model, batch):
+        model.half[...] = (0.9 * model.half[...] + batch["x"].mean(0)).astype(
+            jnp.bfloat16
+        )
+        return mean(model.linear, batch)
+
+    class Half(nnx.Module):
+        def __init__(self, key):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key))
+            self.half = nnx.Variable(jnp.ones(WIDTH, jnp.bfloat16))
+
+    assert audit_loss(whole(Half), noted, BATCH).state_differences == {"half": 0.0}
+
+
 class BiasBeforeNorm(nnx.Module):
     """Its bias has no gradient but rounding."""
 
