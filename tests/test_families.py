@@ -18,6 +18,7 @@ from bridge.models import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
+    SharedBlock,
     constant_paths,
     plain_scan,
 )
@@ -104,7 +105,7 @@ def gradients_of_eight(config: DecoderConfig, params, tokens):
     plan = fsdp.fully_shard(
         functools.partial(make, config, fsdp.scan),
         fsdp.make_mesh(),
-        units=[DecoderLayer],
+        units=[DecoderLayer, *([SharedBlock] * (config.shared_blocks is not None))],
     )
     params = jax.tree.map(
         lambda leaf, like: jax.device_put(leaf, like.sharding), params, plan.params
