@@ -102,6 +102,17 @@ def _adapters(blocks: SharedBlocksConfig, at: str, use: str, to: str) -> Rules:
     )
 
 
+def _copies(config: DecoderConfig) -> dict[str, str]:
+    """Prefixes of a block in the later layers that run it."""
+    blocks = config.shared_blocks
+    assert blocks is not None
+    return {
+        f"model.layers.{layer}.shared_transformer.": _at(blocks, i % blocks.num_blocks)
+        for i, layer in enumerate(blocks.layers)
+        if i >= blocks.num_blocks
+    }
+
+
 def _outer(config: DecoderConfig) -> Rules:
     blocks = config.shared_blocks
     assert blocks is not None
@@ -320,4 +331,5 @@ FAMILY = Family(
     optional=("rope", "mamba", "shared_blocks"),
     key_mappings=(KeyMapping(_outer, Layers("model.layers.{layer}.", _layer)),),
     ignore=ignore_tied_head,
+    copies=_copies,
 )
