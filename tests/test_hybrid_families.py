@@ -125,9 +125,9 @@ CASES = {
     "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
     "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
     "shared blocks over tp": Case("zamba2", {"tp": 2}, EVEN),
-    "shared blocks over dp": Case("zamba2-small", {"dp_shard": 2}, prefetch=0),
+    "shared blocks over dp": Case("zamba2-small", {"dp_shard": 2}),
     "shared blocks over pp": Case(
-        "zamba2-small", {"pp": 2}, {"layers_block_type": ["hybrid"] * 4}, "layers", 0
+        "zamba2-small", {"pp": 2}, {"layers_block_type": ["hybrid"] * 4}, "layers"
     ),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),

@@ -143,18 +143,20 @@ def run_layers(
             xs.append((own,) if cache is None else (own, cache[number]))
             if stack.kind.shared_block is not None:
                 own_consts = (*consts, SharedBlocks(list(shared_blocks or ()), x))
-        if len(block) == 1:
+        # As a period, whose units are not gathered ahead: this one has units within.
+        single = len(block) == 1 and own_consts is consts
+        if single:
             run, static = unit, own_products[0] if own_products else None
         else:
             run, static = _period(unit), list(zip(*own_products, strict=True)) or None
-        given = {"xs": xs[0] if len(block) == 1 else (xs,), "consts": own_consts}
-        layers = block[0] if len(block) == 1 else block
+        given = {"xs": xs[0] if single else (xs,), "consts": own_consts}
+        layers = block[0] if single else block
         if static is None:
             carry, y = scan(run, layers, carry, **given)
         else:
             run = _multiplied(run)
             carry, y = scan(run, layers, carry, **given, static=static)
-        ys += [y] if len(block) == 1 else y
+        ys += [y] if single else y
     return _stream(carry), ys
 
 

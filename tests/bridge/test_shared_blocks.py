@@ -225,6 +225,6 @@ def test_a_block_is_not_multiplied_in_two_precisions():
 
 def test_heads_of_blocks_that_ranks_do_not_divide_are_refused_by_name():
     config = bridge.from_hf_config(hf_fields("zamba2", n_mamba_heads=6))
-    sizes = facts("3", "num_attention_heads", "4", "intermediate_size", "80")
-    with pytest.raises(ValueError, match=sizes):
+    said = ("3", "num_attention_heads", "4", "intermediate_size", "80")
+    with pytest.raises(ValueError, match=facts(*said)):
         tensor_parallel_rules(config, 3)

@@ -22,11 +22,12 @@ HYBRIDS = {
     "lfm2": "num_attention_heads 4",
     "falcon_h1": "mamba.num_heads 4",
     "jamba": "num_attention_heads 4",
+    "zamba2": "num_attention_heads 4",
     "deepseek_v4": "compressed_attention.o_groups 2",
 }
 NAME = "model.safetensors"
 KEPT = ("correction_bias", "indexer", "layer_scalar", "norm", "embed", "tid2eid")
-WITHOUT_EXPERTS = ("mamba2", "lfm2", "falcon_h1")
+WITHOUT_EXPERTS = ("mamba2", "lfm2", "falcon_h1", "zamba2")
 
 
 @pytest.fixture
