@@ -79,24 +79,19 @@ def _adapters(blocks: SharedBlocksConfig, at: str, use: str, to: str) -> Rules:
     if blocks.attention_rank is not None:
         for name, heads in _HEADS.items():
             source = f"{at}self_attn.linear_{name}_adapter_list.{{{use}}}"
-            both = f"{to}{name}_adapter.down", f"{to}{name}_adapter.up"
-            rank = "attention_rank"
-            rules += linear(
-                f"{source}.0", both[0], f"{rank} two_embeds -> two_embeds {rank}"
-            )
-            rules += linear(
-                f"{source}.1", both[1], f"({heads}) {rank} -> {rank} {heads}"
-            )
-    source, to = (
-        f"{at}feed_forward.gate_up_proj_adapter_list.{{{use}}}",
-        f"{to}mlp_adapter.",
-    )
+            own, rank = f"{to}{name}_adapter.", "attention_rank"
+            down = f"{rank} two_embeds -> two_embeds {rank}"
+            rules += linear(f"{source}.0", f"{own}down", down)
+            up = f"({heads}) {rank} -> {rank} {heads}"
+            rules += linear(f"{source}.1", f"{own}up", up)
+    source = f"{at}feed_forward.gate_up_proj_adapter_list.{{{use}}}"
+    down, *others = (f"{to}mlp_adapter.{name}" for name in ("down", "gate", "up"))
     return (
         *rules,
-        *linear(f"{source}.0", f"{to}down", "mlp_rank embed -> embed mlp_rank"),
+        *linear(f"{source}.0", down, "mlp_rank embed -> embed mlp_rank"),
         Rule(
             f"{source}.1.weight",
-            (f"{to}gate.kernel", f"{to}up.kernel"),
+            tuple(f"{name}.kernel" for name in others),
             ("mlp mlp_rank -> mlp_rank mlp",) * 2,
         ),
     )
@@ -194,19 +189,26 @@ def _write_tied(config: DecoderConfig) -> dict[str, Any]:
 
 
 _WIDTH = "attention_head_dim"
-_HEAD = {"num_key_value_heads": None, _WIDTH: None, "attention_hidden_size": None}
+# Sizes that files repeat, by those that they follow from.
+_REPEATED = {
+    "attention_hidden_size": lambda hidden, heads: 2 * hidden,
+    "kv_channels": lambda hidden, heads: hidden // heads,
+    "num_query_groups": lambda hidden, heads: heads,
+}
+_HEAD = dict.fromkeys(("num_key_value_heads", _WIDTH, *_REPEATED))
 
 
 def _read_heads(fields: Fields) -> dict[str, Any]:
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    kv_heads = fields["num_key_value_heads"] or heads
-    width = fields[_WIDTH] or 2 * hidden // heads
-    given, wrong = fields["attention_hidden_size"], []
-    if given not in (None, 2 * hidden):
-        wrong.append(
-            f"attention_hidden_size = {given}: blocks read hidden_size {hidden} twice; "
-            f"set it to {2 * hidden}"
-        )
+    kv_heads, width = fields["num_key_value_heads"], fields[_WIDTH]
+    kv_heads = heads if kv_heads is None else kv_heads
+    width = 2 * hidden // heads if width is None else width
+    wrong = [
+        f"{name} = {fields[name]!r}: it is {size(hidden, heads)} where hidden_size is "
+        f"{hidden} and num_attention_heads {heads}; set it to that, or remove it"
+        for name, size in _REPEATED.items()
+        if fields[name] not in (None, size(hidden, heads))
+    ]
     # transformers' adapters of all three have as many rows as queries have columns.
     if fields[_ADAPTED] and (kv_heads != heads or heads * width != 2 * hidden):
         wrong.append(
@@ -224,10 +226,11 @@ def _read_heads(fields: Fields) -> dict[str, Any]:
 
 
 def _write_heads(config: DecoderConfig) -> dict[str, Any]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
     return {
         "num_key_value_heads": config.num_key_value_heads,
         _WIDTH: config.head_dim,
-        "attention_hidden_size": 2 * config.hidden_size,
+        **{name: size(hidden, heads) for name, size in _REPEATED.items()},
     }
 
 
@@ -255,11 +258,9 @@ _OURS = {
 
 
 def _read_mamba(fields: Fields) -> dict[str, Any]:
-    width, heads = (
-        fields["mamba_expand"] * fields["hidden_size"],
-        fields["n_mamba_heads"],
-    )
-    head_dim = fields["mamba_headdim"] or width // heads
+    width = fields["mamba_expand"] * fields["hidden_size"]
+    heads, head_dim = fields["n_mamba_heads"], fields["mamba_headdim"]
+    head_dim = width // heads if head_dim is None else head_dim
     if heads * head_dim != width:
         raise ValueError(
             f"n_mamba_heads {heads} of {head_dim} dims are not mamba_expand "
@@ -327,7 +328,6 @@ FAMILY = Family(
         "use_mem_eff_path": False,
     },
     aliases={"layer_types": _TYPES, "head_dim": _WIDTH},
-    unread=frozenset({"kv_channels", "num_query_groups"}),
     optional=("rope", "mamba", "shared_blocks"),
     key_mappings=(KeyMapping(_outer, Layers("model.layers.{layer}.", _layer)),),
     ignore=ignore_tied_head,

@@ -143,6 +143,8 @@ OTHERS = ["hybrid", "full_attention"] * 2
         ("zamba2-small", {"num_mem_blocks": 0}, "num_blocks + 0"),
         ("zamba2-small", {"hybrid_layer_ids": [0, 3]}, "[0, 3] + [0, 1, 3]"),
         ("zamba2-small", {"attention_hidden_size": 48}, "48 + 96"),
+        ("zamba2-small", {"kv_channels": 24}, "kv_channels + 24 + 12"),
+        ("zamba2-small", {"num_query_groups": 2}, "num_query_groups + 2 + 4"),
         ("zamba2-small", {"mamba_headdim": 12}, "n_mamba_heads + 4 + 12 + 48"),
         ("zamba2-small", {"use_long_context": True}, "use_long_context + True"),
         ("zamba2-small", {"use_conv_bias": False}, "use_conv_bias + False"),
