@@ -195,10 +195,10 @@ class DecoderLayer(nnx.Module):
         if shared is not None and self.shared_block is not None:
             block = shared.blocks[self.shared_block]
             inputs = inputs._replace(embeddings=shared.embeddings)
+        run = partial(self._run_rows, block=block, cache=cache)
         if not isinstance(x, BatchParts):
-            return self._run_rows(x, experts, inputs, block, cache)
-        runs = x.with_rows((experts, inputs))
-        outs = [self._run_rows(part, *own, block, cache) for part, own in runs]
+            return run(x, experts, inputs)
+        outs = [run(part, *own) for part, own in x.with_rows((experts, inputs))]
         joined = join_rows([out._replace(stream=None) for out in outs])
         return joined._replace(stream=BatchParts(tuple(out.stream for out in outs)))
 
