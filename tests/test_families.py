@@ -18,6 +18,7 @@ from bridge.models import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
+    SharedBlock,
     constant_paths,
     plain_scan,
 )
@@ -97,14 +98,17 @@ def weight(config: DecoderConfig, path: str, key, like) -> jax.Array:
         assert config.moe is not None
         ids = jax.random.randint(key, like.shape, 0, config.moe.num_experts)
         return ids.astype(like.dtype)
-    return jax.random.normal(key, like.shape, like.dtype) * 0.3 + 0.1
+    # Layers with shared blocks amplify roundings unless what they add to is wide.
+    wide = config.shared_blocks is not None and "embed_tokens" in path
+    scale = 8.0 if wide else 1.0
+    return scale * (jax.random.normal(key, like.shape, like.dtype) * 0.3 + 0.1)
 
 
 def gradients_of_eight(config: DecoderConfig, params, tokens):
     plan = fsdp.fully_shard(
         functools.partial(make, config, fsdp.scan),
         fsdp.make_mesh(),
-        units=[DecoderLayer],
+        units=[DecoderLayer, *([SharedBlock] * (config.shared_blocks is not None))],
     )
     params = jax.tree.map(
         lambda leaf, like: jax.device_put(leaf, like.sharding), params, plan.params

@@ -23,6 +23,7 @@ from bridge.models import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
+    SharedBlock,
     correction_bias_paths,
     dot_product_attention,
     expert_parallel_rules,
@@ -123,6 +124,11 @@ CASES = {
     "experts beside shared ones over tp": Case("aria", {"tp": 2}, EVEN),
     "norms by kind of layer over tp": Case("olmo_hybrid", {"tp": 2}, EVEN),
     "experts behind dense layers over ep": Case("cohere2_moe", {"ep": 2}),
+    "shared blocks over tp": Case("zamba2", {"tp": 2}, EVEN),
+    "shared blocks over dp": Case("zamba2-small", {"dp_shard": 2}),
+    "shared blocks over pp": Case(
+        "zamba2-small", {"pp": 2}, {"layers_block_type": ["hybrid"] * 4}, "layers"
+    ),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }
@@ -149,7 +155,7 @@ def plan_of(config: DecoderConfig, case: Case, mesh: Any) -> fsdp.Plan:
     return fsdp.fully_shard(
         functools.partial(make, config, case.prefetch),
         mesh,
-        [DecoderLayer],
+        [DecoderLayer, *([SharedBlock] * (config.shared_blocks is not None))],
         fsdp.FSDPConfig(
             frozen=correction_bias_paths(config) + token_expert_paths(config),
             tensor_parallel=tensor_parallel_rules(config, mesh.shape["tp"]),

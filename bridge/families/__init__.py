@@ -129,6 +129,7 @@ from bridge.families import (
     vaultgemma,
     xglm,
     youtu,
+    zamba2,
 )
 from bridge.families._family import Family
 from bridge.families.releases import RELEASES
@@ -154,7 +155,7 @@ _MODULES = (
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
-    *(lara_mini, bailing_hybrid, laguna),
+    *(lara_mini, bailing_hybrid, laguna, zamba2),
 )
 
 

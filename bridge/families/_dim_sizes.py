@@ -35,6 +35,7 @@ def sizes_of(config: DecoderConfig) -> Sizes:
     }
     sizes |= _attention_sizes(config) | _mixer_sizes(config)
     sizes |= _expert_sizes(config) | _stream_sizes(config)
+    sizes |= _shared_block_sizes(config)
     if config.hash_layers:
         sizes["hash_layer"] = config.hash_layers
     for number, stack in enumerate(config.layer_stacks):
@@ -52,6 +53,27 @@ def mlp_dim(kind: LayerKind) -> str:
 def capture(number: int) -> str:
     """Name of the dim that counts the layers of a stack."""
     return f"layer_{number}"
+
+
+def use_capture(number: int) -> str:
+    """Name of the dim that counts the uses of shared blocks in a stack."""
+    return f"use_{number}"
+
+
+def _shared_block_sizes(config: DecoderConfig) -> Sizes:
+    """Returns the sizes of the dims of shared blocks, and each stack's uses of them."""
+    if (blocks := config.shared_blocks) is None:
+        return {}
+    uses: Sizes = {
+        use_capture(number): [blocks.layers.index(i) for i in stack.layers]
+        for number, stack in enumerate(config.layer_stacks)
+        if stack.kind.shared_block is not None
+    }
+    return uses | {
+        "two_embeds": 2 * config.hidden_size,
+        "attention_rank": blocks.attention_rank or 0,
+        "mlp_rank": blocks.mlp_rank or 0,
+    }
 
 
 def _attention_sizes(config: DecoderConfig) -> Sizes:

@@ -124,6 +124,8 @@ class Family:
         have, where transforms read them.
       ignore: Tensors that checkpoints may hold and nobody reads; `{name}` stands for a
         number, `**` for anything.
+      copies: What names of tensors begin with that files may hold beside those that are
+        read, with equal values, and what the names of these begin with.
       fan_in_fan_out: Whether linear weights are stored as `[in, out]`; PEFT's name.
     """
 
@@ -142,6 +144,7 @@ class Family:
     written_as: str | None = None
     optional: tuple[str, ...] = ()
     ignore: Callable[[DecoderConfig], tuple[str, ...]] = lambda _: ()
+    copies: Callable[[DecoderConfig], Mapping[str, str]] = lambda _: {}
     also_architectures: tuple[str, ...] = ()
     also_named: tuple[str, ...] = ()
     fan_in_fan_out: bool = False
@@ -153,7 +156,8 @@ class Family:
     def mappings(self, config: DecoderConfig) -> tuple[WeightMapping, ...]:
         """Returns one mapping for each key_mapping."""
         sizes = sizes_of(config)
-        ignore = (*self.ignore(config), *STALE, *FURTHER)
+        copies = (f"{prefix}**" for prefix in self.copies(config))
+        ignore = (*self.ignore(config), *copies, *STALE, *FURTHER)
         return tuple(
             WeightMapping(key_mapping.rules(config), sizes, ignore)
             for key_mapping in self.key_mappings

@@ -39,6 +39,7 @@ from bridge.models import (
     PerLayerInputConfig,
     ResidualFactorsConfig,
     RGLRUConfig,
+    SharedBlocksConfig,
     ShortConvConfig,
 )
 from bridge.models._config_consistency import MAX_LAYERS
@@ -64,6 +65,7 @@ _PARTS = {
     "mamba": MambaConfig,
     "mamba1": Mamba1Config,
     "rg_lru": RGLRUConfig,
+    "shared_blocks": SharedBlocksConfig,
     "multipliers": MultipliersConfig,
 }
 

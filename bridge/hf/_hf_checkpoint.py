@@ -10,6 +10,7 @@ from bridge.formats._weight_files import open_checkpoint
 from bridge.formats.quantized._decode import decode_quantized
 from bridge.hf._config import find_family, from_hf_config
 from bridge.hf._config_file import read_config_file
+from bridge.hf._copies import check_copies
 from bridge.hf._published_names import (
     FamilyNames,
     describe,
@@ -73,7 +74,8 @@ def open_hf(
     Raises:
       FileNotFoundError: If there is no checkpoint, or no config.
       ValueError: If the checkpoint is damaged, its family not supported, or the config
-        ties an output projection that is stored with other values.
+        ties an output projection, or shares weights between layers, that are stored
+        with other values.
     """
     source = open_checkpoint(path)
     try:
@@ -98,6 +100,7 @@ def open_hf(
     mapping = family.mapping_for(config, source.keys(), source.shape)
     if config.tie_word_embeddings:
         check_tied_head(source, mapping, config)
+    check_copies(source, family.copies(config))
     _warn_of_left_out(source, mapping, config)
     return source, config, mapping
 

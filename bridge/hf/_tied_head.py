@@ -1,6 +1,7 @@
 """An output projection that is stored though the config ties it to the embedding."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def check_tied_head(source: Source, mapping: Mapping, config: DecoderConfig) -> 
     table, head = table_of(mapping), head_of(config)
     if not {table, head} <= set(source.keys()):
         return
-    if not _equal(source, table, head):
+    if not equal_tensors(source, table, head):
         raise ValueError(
             f"'{source.name}' holds '{head}' beside '{table}', with other values "
             "or another shape, but tie_word_embeddings is true: transformers does not "
@@ -56,12 +57,18 @@ def check_tied_head(source: Source, mapping: Mapping, config: DecoderConfig) -> 
         )
 
 
-def _equal(source: Source, one: str, other: str) -> bool:
-    """Compares two tensors by a few rows at a time."""
+def equal_tensors(source: Source, one: str, other: str) -> bool:
+    """Compares two tensors by a few rows at a time.
+
+    Args:
+      source: The checkpoint.
+      one: Name of a tensor.
+      other: Name of another.
+    """
     shape = source.shape(one)
-    if source.shape(other) != shape or len(shape) != 2:
+    if source.shape(other) != shape or not shape:
         return False
-    step = max(1, _ELEMENTS // max(1, shape[1]))
+    step = max(1, _ELEMENTS // max(1, math.prod(shape[1:])))
     return all(
         np.array_equal(
             _rows(source, one, start, step), _rows(source, other, start, step)

@@ -87,6 +87,10 @@ from bridge.models._router_stats import RouterStats as RouterStats
 from bridge.models._sample import GREEDY as GREEDY
 from bridge.models._sample import Sampling as Sampling
 from bridge.models._sample import sample as sample
+from bridge.models._shared_block import SharedBlock as SharedBlock
+from bridge.models._shared_blocks_config import (
+    SharedBlocksConfig as SharedBlocksConfig,
+)
 from bridge.models._short_conv_config import ShortConvConfig as ShortConvConfig
 from bridge.models._tensor_parallel import (
     tensor_parallel_rules as tensor_parallel_rules,

@@ -69,8 +69,8 @@ def split_rows(tree: Any, rows: int, parts: int) -> list[Any]:
         return [leaf] * parts
 
     leaves, treedef = jax.tree.flatten(tree)
-    by_part = zip(*map(parts_of, leaves), strict=True)
-    return [treedef.unflatten(part) for part in by_part]
+    split = [parts_of(leaf) for leaf in leaves]
+    return [treedef.unflatten([own[part] for own in split]) for part in range(parts)]
 
 
 def join_rows(parts: Sequence[Any]) -> Any:

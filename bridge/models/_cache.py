@@ -57,6 +57,7 @@ def empty_cache(
     caches: list[LayerState | None] = []
     for stack in config.layer_stacks:
         name = "indexed" if stack.kind.indexes else stack.kind.mixer
+        name = name if stack.kind.shared_block is None else "attention_mamba"
         dims = (len(stack.layers), batch)
         if config.compressed_attention is not None:
             made_keys = _compressed_key_values(config, stack.kind, dims, slots, dtype)

@@ -102,6 +102,8 @@ class DecoderConfig(DecoderFields):
       mamba: Sizes of the layers of type `mamba` or `attention_mamba`; None without any.
       mamba1: Sizes of the layers of type `mamba1`; None without any.
       rg_lru: Sizes of the layers of type `rg_lru`; None without any.
+      shared_blocks: Blocks of attention and an MLP that several layers of type `mamba`
+        run before their mixers, with the same weights; None for none.
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
         of the token; None for True where there is neither `rope` nor ALiBi.
@@ -219,7 +221,7 @@ class DecoderConfig(DecoderFields):
         indexed -= set(self.shared_indexer_layers)
         indexed |= {i for i in layers if types[i] == BLOCK_SPARSE}
         own = self.full_attention is not None
-        sharing = self.kv_sharing
+        sharing, blocks = self.kv_sharing, self.shared_blocks
         first_reusing = len(layers) - (sharing.num_layers if sharing else 0)
         widths = dict(self.mlp_sizes)
         return tuple(
@@ -234,6 +236,7 @@ class DecoderConfig(DecoderFields):
                 COMPRESSIONS.get(types[i]),
                 i in self.hash_layers,
                 i not in self.unnormed_mixer_layers,
+                None if blocks is None else blocks.block_of(i),
             )
             for i in layers
         )

@@ -9,6 +9,7 @@ from bridge.models._entry_consistency import (
     inconsistent_hashes,
 )
 from bridge.models._heads_consistency import inconsistent_heads
+from bridge.models._shared_blocks_consistency import inconsistent_shared_blocks
 
 MAX_LAYERS = 1000
 """Upper bound on layers, against damaged configs or ones meant to exhaust memory."""
@@ -67,6 +68,7 @@ def inconsistencies(config: DecoderFields) -> list[str]:
     wrong += _inconsistent_residuals(config) + inconsistent_heads(config)
     wrong += _inconsistent_streams(config) + inconsistent_entries(config)
     wrong += inconsistent_connections(config) + inconsistent_hashes(config)
+    wrong += inconsistent_shared_blocks(config)
     return wrong + _inconsistent_layers(config)
 
 

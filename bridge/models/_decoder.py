@@ -46,6 +46,7 @@ from bridge.models._positions import (
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._router_stats import RouterStats
 from bridge.models._routes import Routes, check_routes
+from bridge.models._shared_block import make_shared_blocks
 from bridge.models._start import Start
 from bridge.models._token_embedding import scale_embeddings, sinusoids
 from bridge.models._token_experts import TokenExperts
@@ -128,16 +129,16 @@ class Decoder(nnx.Module):
         self.config, self.scan, self.batch_parts = config, scan, batch_parts
         self.constrain, self.positions = constrain, positions
         self._make_inputs(config, rngs, param_dtype, constrain)
+        own = dict(param_dtype=param_dtype, attention=attention, constrain=constrain)
         self.layers = make_layers(
             config,
             rngs,
-            param_dtype=param_dtype,
-            attention=attention,
+            **own,
             dispatch=dispatch,
-            constrain=constrain,
             recurrence=recurrence,
             products=self.products[0],
         )
+        self.shared_blocks = make_shared_blocks(config, rngs, self.products, **own)
         self.norm = make_norm(config, param_dtype)
         self.head_transform = make_head_transform(config, rngs, param_dtype)
         self.lm_head = make_head(config, rngs, param_dtype)
@@ -380,6 +381,7 @@ class Decoder(nnx.Module):
             token_experts=start.token_experts,
             inputs_of_layers=start.inputs_of_layers,
             products=self.products if len(set(self.products)) > 1 else None,
+            shared_blocks=self.shared_blocks,
             batch_parts=1 if cache is not None else self.batch_parts,
         )
         return (x if streams is None else streams.join(x)), ys

@@ -26,6 +26,7 @@ from bridge.models._query_scale_config import QueryScaleConfig
 from bridge.models._residual_factors_config import ResidualFactorsConfig
 from bridge.models._rg_lru_config import RGLRUConfig
 from bridge.models._rope_config import RopeConfig
+from bridge.models._shared_blocks_config import SharedBlocksConfig
 from bridge.models._short_conv_config import ShortConvConfig
 
 LayerType = Literal[
@@ -120,6 +121,7 @@ class DecoderFields:
     mamba: MambaConfig | None = None
     mamba1: Mamba1Config | None = None
     rg_lru: RGLRUConfig | None = None
+    shared_blocks: SharedBlocksConfig | None = None
     rope: RopeConfig | None = RopeConfig()
     learned_positions: bool = None  # pyright: ignore[reportAssignmentType]
     sinusoidal_positions: bool = False

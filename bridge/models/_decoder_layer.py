@@ -1,7 +1,7 @@
 """Decoder layer."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -38,8 +38,9 @@ from bridge.models._layer_mixer import (
     run_recurrent_mixer,
     run_shared_attention,
 )
+from bridge.models._layer_output import Carry, Experts, LayerOutput, PerLayer
 from bridge.models._layer_products import PLAIN, LayerProducts, set_products
-from bridge.models._layer_state import LayerState, TwoKeyValues
+from bridge.models._layer_state import AttentionMambaState, LayerState, TwoKeyValues
 from bridge.models._moe import Dispatch, MoE, Routed, sorted_dispatch
 from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._norm import Norm
@@ -47,33 +48,12 @@ from bridge.models._per_layer_input import PerLayerInput
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence, plain_recurrence
 from bridge.models._residual import StreamFactors, residuals
-from bridge.models._router_stats import RouterStats
 from bridge.models._scale import scale_by
 from bridge.models._shared_attention import SharedAttention, SharedStream
-
-Experts = Int[Array, "batch seq chosen"]
-PerLayer = dict[str, Array]
-Carry = Stream | Streams | SelectedStream | SharedStream
+from bridge.models._shared_block import SharedBlock, SharedBlocks, make_block_use
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the residual stream that enters a layer."""
-
-
-class LayerOutput(NamedTuple):
-    """Output of a layer.
-
-    Attributes:
-      stream: Residual stream; beside selected keys, or keys and values of layers, if
-        the layer was given both.
-      router_stats: Statistics of the router; None in a dense layer.
-      cache: Cache with the new tokens; None if there was no cache.
-      experts: Experts of each token; None in a dense layer.
-    """
-
-    stream: Carry | BatchParts
-    router_stats: RouterStats | None
-    cache: LayerState | None
-    experts: Experts | None
 
 
 class DecoderLayer(nnx.Module):
@@ -127,6 +107,8 @@ class DecoderLayer(nnx.Module):
         if config.dense_branch:
             branch = DenseBranch(config, kind, rngs, param_dtype, attention, constrain)
         self.dense_branch = branch
+        self.shared_block = kind.shared_block
+        self.shared_use = make_block_use(config, kind, rngs, param_dtype, constrain)
         self._make_additions(config, rngs, param_dtype, constrain)
         self.parallel = config.norm_placement.startswith("parallel")
         self.mixer_residual, self.mlp_residual = residuals(config, kind)
@@ -170,6 +152,7 @@ class DecoderLayer(nnx.Module):
         per_layer: PerLayer | None = None,
         tables: PositionTables | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
+        shared: SharedBlocks | None = None,
         *,
         cache: LayerState | None = None,
         slots: Slots | None = None,
@@ -188,6 +171,7 @@ class DecoderLayer(nnx.Module):
             `lambda_start`, the first factor of its differential attention.
           tables: Tables of the positions; None if layers read none.
           segment_ids: Segment of each token in a packed row; None for one segment.
+          shared: Shared blocks, of which the layer may run one; None for none.
           cache: Cache of the previous tokens; None without a cache.
           slots: Slots of the tokens in the cache; None without a cache.
           is_token: False behind the last token of a row; None if all are tokens. Read
@@ -207,11 +191,14 @@ class DecoderLayer(nnx.Module):
             slopes=per_layer.get("slopes"),
             lambda_start=per_layer.get("lambda_start"),
         )
-        experts = per_layer.get("experts")
+        experts, block = per_layer.get("experts"), None
+        if shared is not None and self.shared_block is not None:
+            block = shared.blocks[self.shared_block]
+            inputs = inputs._replace(embeddings=shared.embeddings)
+        run = partial(self._run_rows, block=block, cache=cache)
         if not isinstance(x, BatchParts):
-            return self._run_rows(x, experts, inputs, cache)
-        runs = x.with_rows((experts, inputs))
-        outs = [self._run_rows(part, *own, cache=cache) for part, own in runs]
+            return run(x, experts, inputs)
+        outs = [run(part, *own) for part, own in x.with_rows((experts, inputs))]
         joined = join_rows([out._replace(stream=None) for out in outs])
         return joined._replace(stream=BatchParts(tuple(out.stream for out in outs)))
 
@@ -220,12 +207,15 @@ class DecoderLayer(nnx.Module):
         x: Carry,
         experts: Experts | None,
         inputs: MixerInputs,
+        block: SharedBlock | None,
         cache: LayerState | None,
     ) -> LayerOutput:
         """Runs the layer on some rows, with what layers share beside the stream."""
         selected = x.selected if isinstance(x, SelectedStream) else None
         shared = x if isinstance(x, SharedStream) else None
         x = x.stream if isinstance(x, SelectedStream | SharedStream) else x
+        if block is not None:
+            return self._run_behind(block, x, experts, inputs, cache)
         is_selected = None if selected is None else selected > 0
         inputs = inputs._replace(selected=is_selected, shared=shared)
         return self._run(x, selected, experts, inputs, cache)
@@ -240,7 +230,7 @@ class DecoderLayer(nnx.Module):
     ) -> LayerOutput:
         """Runs the layer on a stream."""
         if self.mixer is None:
-            return _output(*self._feed(x, experts), cache)
+            return LayerOutput.of(*self._feed(x, experts), cache)
         if self.mixer_connection is not None:
             return self._run_streams(x, experts, inputs, cache)
         if self.dense_branch is not None:
@@ -264,7 +254,7 @@ class DecoderLayer(nnx.Module):
         after = stream if selected is None else SelectedStream(stream, selected)
         if mixed.shared is not None:
             after = mixed.shared._replace(stream=stream)
-        return _output(after, routed, mixed.cache)
+        return LayerOutput.of(after, routed, mixed.cache)
 
     def _run_streams(
         self,
@@ -283,7 +273,25 @@ class DecoderLayer(nnx.Module):
         normed = self.constrain(_apply(self.pre_feedforward_layernorm, x), "input")
         y, routed = self._feedforward(normed, experts)
         streams = after.add(streams, self.constrain(y, "output"))
-        return _output(streams, routed, mixed.cache)
+        return LayerOutput.of(streams, routed, mixed.cache)
+
+    def _run_behind(
+        self,
+        block: SharedBlock,
+        x: Stream,
+        experts: Experts | None,
+        inputs: MixerInputs,
+        cache: LayerState | None,
+    ) -> LayerOutput:
+        """Runs a shared block, and the mixer on what it adds to the stream."""
+        first, second = cache if isinstance(cache, AttentionMambaState) else (None,) * 2
+        assert self.shared_use is not None
+        added, first = self.shared_use(block, x, inputs, first)
+        normed = _apply(self.input_layernorm, x + added)
+        mixed = self._mix(normed, self.constrain(normed, "input"), second, inputs)
+        x = self.mixer_residual.add(x, self.constrain(mixed.output, "output"))
+        after = None if cache is None else AttentionMambaState(first, mixed.cache)  # pyright: ignore[reportArgumentType]
+        return LayerOutput.of(*self._feed(x, experts), after)
 
     def _run_beside(
         self,
@@ -302,7 +310,7 @@ class DecoderLayer(nnx.Module):
         y, routed = self._feedforward(normed, experts)
         x, after = branch(x, normed, second, inputs)
         caches = None if cache is None else TwoKeyValues(mixed.cache, after)  # pyright: ignore[reportArgumentType]
-        return _output(x + self.constrain(y, "output"), routed, caches)
+        return LayerOutput.of(x + self.constrain(y, "output"), routed, caches)
 
     def _mix(
         self,
@@ -381,13 +389,6 @@ class DecoderLayer(nnx.Module):
         mlp = self.mlp
         assert mlp is not None
         return mlp(x, experts, stream) if isinstance(mlp, MoE) else (mlp(x), None)
-
-
-def _output(
-    stream: Carry, routed: Routed | None, cache: LayerState | None
-) -> LayerOutput:
-    stats, experts = (None, None) if routed is None else routed
-    return LayerOutput(stream, stats, cache, experts)
 
 
 def _apply(norm: Norm | StreamFactors | None, x: Stream) -> Stream:

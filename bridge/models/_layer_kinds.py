@@ -45,6 +45,8 @@ class LayerKind:
       compresses: Entries that its attention reads; None for none.
       hashes: Whether the experts of a token follow from its id.
       norms_mixer: Whether its mixer reads a normed stream.
+      shared_block: Index of the shared block that it runs before its mixer; None for
+        none.
     """
 
     mixer: Mixer | None = "attention"
@@ -57,6 +59,7 @@ class LayerKind:
     compresses: Compression | None = None
     hashes: bool = False
     norms_mixer: bool = True
+    shared_block: int | None = None
 
     @property
     def attends(self) -> bool:

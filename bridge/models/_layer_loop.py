@@ -13,17 +13,19 @@ from jaxtyping import Array, Float, Int
 from bridge.models._batch_parts import BatchParts, join_carry, split_carry
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
-from bridge.models._decoder_layer import DecoderLayer, Experts, PerLayer
+from bridge.models._decoder_layer import DecoderLayer
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
 from bridge.models._layer_kinds import LayerStack
 from bridge.models._layer_mixer import Stream
+from bridge.models._layer_output import Experts, PerLayer
 from bridge.models._layer_products import LayerProducts, with_products
 from bridge.models._layer_state import IndexedKeyValues, KeyValues, LayerState
 from bridge.models._position_tables import PositionTables
 from bridge.models._positions import Ids
 from bridge.models._router_stats import RouterStats
 from bridge.models._shared_attention import SharedStream, share_nothing
+from bridge.models._shared_block import SharedBlock, SharedBlocks
 
 Scan = Callable[..., tuple[Any, Any]]
 Carry = Stream | SelectedStream | SharedStream | BatchParts
@@ -98,6 +100,7 @@ def run_layers(
     token_experts: Int[Array, "layers batch seq chosen"] | None = None,
     inputs_of_layers: Float[Array, "layers batch seq size"] | None = None,
     products: Sequence[LayerProducts] | None = None,
+    shared_blocks: Sequence[SharedBlock] | None = None,
     batch_parts: int = 1,
 ) -> tuple[Stream, list[Any]]:
     """Runs all blocks of layers.
@@ -116,6 +119,7 @@ def run_layers(
         None without such layers. `experts` are in place of them.
       inputs_of_layers: Input that each layer has of each token; None for none.
       products: Products of each layer; None for those that the layers have.
+      shared_blocks: Blocks that several layers run; None for none.
       batch_parts: Parts of the rows that run side by side; 1 with a cache.
 
     Returns:
@@ -125,7 +129,7 @@ def run_layers(
     stacks = iter(enumerate(config.layer_stacks))
     carry = split_carry(_first_carry(config, x, cache), len(x), batch_parts)
     for block in blocks:
-        xs, own_products = [], []
+        xs, own_products, own_consts = [], [], consts
         for _, (number, stack) in zip(block, stacks, strict=False):
             own: dict[str, Any] = {
                 name: v[np.asarray(stack.layers)] for name, v in inputs.items()
@@ -137,18 +141,22 @@ def run_layers(
             if products is not None:
                 own_products.append([products[i] for i in stack.layers])
             xs.append((own,) if cache is None else (own, cache[number]))
-        if len(block) == 1:
+            if stack.kind.shared_block is not None:
+                own_consts = (*consts, SharedBlocks(list(shared_blocks or ()), x))
+        # As a period, whose units are not gathered ahead: this one has units within.
+        single = len(block) == 1 and own_consts is consts
+        if single:
             run, static = unit, own_products[0] if own_products else None
         else:
             run, static = _period(unit), list(zip(*own_products, strict=True)) or None
-        given = {"xs": xs[0] if len(block) == 1 else (xs,), "consts": consts}
-        layers = block[0] if len(block) == 1 else block
+        given = {"xs": xs[0] if single else (xs,), "consts": own_consts}
+        layers = block[0] if single else block
         if static is None:
             carry, y = scan(run, layers, carry, **given)
         else:
             run = _multiplied(run)
             carry, y = scan(run, layers, carry, **given, static=static)
-        ys += [y] if len(block) == 1 else y
+        ys += [y] if single else y
     return _stream(carry), ys
 
 
@@ -280,7 +288,9 @@ def extend_layer(
     tables: PositionTables,
     slots: Ids,
     is_token: Mask,
+    shared: SharedBlocks | None = None,
 ) -> tuple[Carry, LayerState | None]:
     """Runs new tokens through a layer, and returns its cache with them."""
-    out = layer(x, per_layer, tables, cache=cache, slots=slots, is_token=is_token)
+    given = {"cache": cache, "slots": slots, "is_token": is_token}
+    out = layer(x, per_layer, tables, None, shared, **given)
     return out.stream, out.cache

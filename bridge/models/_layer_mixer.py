@@ -45,6 +45,8 @@ class MixerInputs(NamedTuple):
       slopes: Decays of lightning attention in this layer; None for none.
       lambda_start: First factor of differential attention in this layer; None for other
         attention.
+      embeddings: Residual stream before the first layer; None if no shared block reads
+        it.
     """
 
     tables: PositionTables
@@ -57,6 +59,7 @@ class MixerInputs(NamedTuple):
     own_input: Float[Array, "batch seq size"] | None = None
     slopes: Float[Array, "1 1 heads"] | None = None
     lambda_start: Float[Array, ""] | None = None
+    embeddings: Stream | None = None
 
 
 class MixerOutput(NamedTuple):

@@ -142,7 +142,7 @@ class RGLRUState(NamedTuple):
 
 
 class AttentionMambaState(NamedTuple):
-    """State of attention and a Mamba 2 mixer side by side.
+    """State of attention and a Mamba 2 mixer side by side, or one after the other.
 
     Attributes:
       attention: KV cache.

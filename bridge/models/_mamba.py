@@ -69,7 +69,8 @@ class Mamba(RecurrentMixer):
         self.dt_bias = nnx.Param(jnp.ones(heads, param_dtype))
         self.skip = nnx.Param(jnp.ones(heads, param_dtype))
         inside = (groups, heads // groups * head_dim)
-        norm = Norm(inside, "rms", config.norm_eps, param_dtype=param_dtype)
+        epsilon = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        norm = Norm(inside, "rms", epsilon, param_dtype=param_dtype)
         self.norm = None if sizes.norm is None else norm
         self.o_proj = linear(channels, embed)
         self.sizes = sizes

@@ -25,6 +25,7 @@ class MambaConfig:
         but for rounding.
       min_time_step: Lower bound on the time step.
       max_time_step: Upper bound on the time step; None for no bound.
+      norm_eps: Epsilon of the norm; None for that of the decoder.
 
     Raises:
       ValueError: If a field has an invalid value, or the groups do not divide the
@@ -44,6 +45,7 @@ class MambaConfig:
     chunk_size: int = 256
     min_time_step: float = 0.0
     max_time_step: float | None = None
+    norm_eps: float | None = None
 
     def __post_init__(self):
         """Validates the sizes."""

@@ -61,6 +61,8 @@ _COLUMNS |= {
     "short_conv.in_proj.bias": -1,
     "short_conv.conv.kernel": -2,
     "short_conv.conv.bias": -1,
+    **{f"{name}_adapter.up.kernel": -2 for name in "qkv"},
+    **{f"mlp_adapter.{name}.kernel": -1 for name in ("up", "gate")},
 }
 # Split by rows: each rank computes a partial sum.
 _ROWS = {
@@ -89,10 +91,10 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     projections to heads are split, those to latent vectors are not.
 
     Replicated on each rank, as a plan shows: norms of the residual stream, routers,
-    attention sinks, learned positions, biases of projections split by rows, and in
-    Mamba layers the norms and what groups of heads share; keys
-    and values, if their heads are not divisible by `ranks`; embedding and head, if the
-    vocabulary is not.
+    attention sinks, learned positions, biases of projections split by rows, what
+    layers project behind shared blocks, and in Mamba layers the norms and what groups
+    of heads share; keys and values, if their heads are not divisible by `ranks`;
+    embedding and head, if the vocabulary is not.
 
     Args:
       config: Config of the decoder.
@@ -137,7 +139,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     mixers = {kind.mixer for kind in config.layer_kinds}
     sizes = {}
-    if "lightning" in mixers or any(kind.attends for kind in config.layer_kinds):
+    attends = any(kind.attends for kind in config.layer_kinds)
+    shared = config.shared_blocks is not None
+    if "lightning" in mixers or attends or shared:
         sizes["num_attention_heads"] = config.num_attention_heads
         if (full := config.full_attention) and full.num_attention_heads:
             sizes["full_attention.num_attention_heads"] = full.num_attention_heads
@@ -155,7 +159,7 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
     if "short_conv" in mixers:
         sizes["hidden_size"] = config.hidden_size
     dense = any(kind.channels == "dense" for kind in config.layer_kinds)
-    if dense or config.dense_branch:
+    if dense or config.dense_branch or shared:
         sizes["intermediate_size"] = config.intermediate_size
         sizes |= {f"mlp_sizes of layer {i}": size for i, size in config.mlp_sizes}
         if (sharing := config.kv_sharing) is not None:

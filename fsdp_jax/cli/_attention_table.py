@@ -84,7 +84,7 @@ def attention_choices(
     kinds = Counter(
         _Seen(window, kind.compresses is not None, _num_selected(config, kind))
         for kind, window in zip(config.layer_kinds, config.windows, strict=True)
-        if kind.attends
+        if kind.attends or kind.shared_block is not None
     )
     # Windows that differ between layers are inputs of the compiled loop over them.
     is_traced = len(set(config.windows)) > 1

@@ -18,6 +18,7 @@ from bridge.models import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
+    SharedBlock,
     WantedKernel,
     constant_paths,
     correction_bias_paths,
@@ -58,7 +59,7 @@ def plan_decoder(
     sequences: Mapping[str, int] = SEQUENCES,
     scored: bool = False,
 ) -> fsdp.Plan:
-    """Plans the decoder of a config, with a layer as a unit.
+    """Plans the decoder of a config, with a layer, or a shared block, as a unit.
 
     Matrices are split over `tp`, experts over `ep`, and rows over `cp`. Routers' biases
     that no gradient trains are frozen, in float32.
@@ -113,7 +114,11 @@ def plan_decoder(
         tensor_parallel=rules,
         context_parallel=sequences,
     )
-    return fsdp.fully_shard(make, mesh, units=[DecoderLayer], config=sharding)
+    return fsdp.fully_shard(make, mesh, units=_units(config), config=sharding)
+
+
+def _units(config: DecoderConfig) -> list[type[nnx.Module]]:
+    return [DecoderLayer, *([SharedBlock] * (config.shared_blocks is not None))]
 
 
 # Weights that `Float8Gather` communicated are multiplied as they came.

@@ -34,6 +34,7 @@ from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
 from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention
+from bridge.models._shared_block import BlockAdapters
 
 pytestmark = [pytest.mark.torch, pytest.mark.each_case]
 
@@ -322,6 +323,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
     "softmax beside shared experts": ("aria", {"moe.scoring": "softmax"}),
     "half turned beside Mamba": ("bamba", {"rope.partial_rotary_factor": 1.0}),
+    "scores of shared blocks": ("zamba2", {"query_pre_attn_scalar": 24.0}),
+    "base of shared blocks": ("zamba2", {"rope.rope_theta": 500.0}),
+    "activation of shared blocks": ("zamba2-small", {"hidden_act": "gelu"}),
+    "time steps behind shared blocks": ("zamba2", {"mamba.min_time_step": 0.0}),
+    "epsilon behind shared blocks": ("zamba2-small", {"mamba.norm_eps": None}),
 }
 
 
@@ -395,6 +401,23 @@ def with_keys_of_the_first_layer(model: Decoder) -> None:
             module.__class__ = FirstShared
 
 
+def with_one_block_twice(model: Decoder) -> None:
+    assert model.shared_blocks is not None
+    model.shared_blocks[1] = model.shared_blocks[0]
+
+
+def without_adapters_of_attention(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, BlockAdapters):
+            module.q_adapter = None
+
+
+def without_adapters_of_mlps(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, BlockAdapters):
+            module.mlp_adapter = None
+
+
 # Parts that have weights, so that no config without them loads the same file.
 LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "gates of latent attention": ("bailing_hybrid", without_gates_of_heads),
@@ -407,6 +430,9 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "inputs of layers": ("gemma4-small", without_inputs_of_layers),
     "keys of the last layer": ("gemma4-small", with_keys_of_the_first_layer),
     "norms of states": ("jamba", without_norms_of_states),
+    "blocks in turn": ("zamba2", with_one_block_twice),
+    "adapters of queries": ("zamba2", without_adapters_of_attention),
+    "adapters of an MLP": ("zamba2-small", without_adapters_of_mlps),
 }
 
 

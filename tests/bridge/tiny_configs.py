@@ -230,6 +230,13 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
     "falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": None},
     "opt": {"intermediate_size": "ffn_dim", "num_key_value_heads": None},
 }
+ZAMBA = {
+    "n_mamba_heads": 4,
+    "mamba_d_state": 10,
+    "chunk_size": 16,
+    "adapter_rank": 5,
+    "time_step_min": 0.5,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -1293,6 +1300,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         ],
         "attention_bias": True,
         "mlp_bias": True,
+    },
+    "zamba2": {
+        "model_type": "zamba2",
+        # A period of three that comes twice, with two blocks in turn.
+        "num_hidden_layers": 7,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"] * 2 + ["mamba"],
+        "num_mem_blocks": 2,
+        "num_key_value_heads": 4,
+        **ZAMBA,
+        "mamba_ngroups": 2,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+    },
+    "zamba2-small": {
+        "model_type": "zamba2",
+        # One block in two layers of a loop, and in a third.
+        "num_hidden_layers": 4,
+        "layers_block_type": ["hybrid", "hybrid", "linear_attention", "hybrid"],
+        **ZAMBA,
+        "add_bias_linear": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-2,
     },
     "lfm2-biased": {
         "model_type": "lfm2",

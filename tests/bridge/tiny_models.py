@@ -43,6 +43,8 @@ def randomize(model: torch.nn.Module, model_type: str) -> None:
             weight.copy_(torch.randn(weight.shape) * _std(name, weight))
             if _is_norm_scale(name) and family not in LESS_ONE:
                 weight.add_(1.0)
+            if family in WIDE and "embed_tokens" in name:
+                weight.mul_(8.0)
         for name, buffer in model.named_buffers():
             if "correction_bias" in name or "expert_bias" in name:
                 buffer.copy_(torch.randn(buffer.shape) * 0.3)
@@ -58,6 +60,9 @@ LESS_ONE = {
     *("gemma", "gemma2", "gemma3", "nemotron"),
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "recurrent_gemma"),
 }
+# Families whose layers, each two parts without a residual stream between, amplify
+# roundings unless what they add to is wide.
+WIDE = {"zamba2"}
 TABLES = (
     *("embed_tokens", "embed_positions", "wte", "wpe", "lm_head"),
     *("embed_in", "embed_out", "word_embeddings"),

@@ -22,11 +22,12 @@ HYBRIDS = {
     "lfm2": "num_attention_heads 4",
     "falcon_h1": "mamba.num_heads 4",
     "jamba": "num_attention_heads 4",
+    "zamba2": "num_attention_heads 4",
     "deepseek_v4": "compressed_attention.o_groups 2",
 }
 NAME = "model.safetensors"
 KEPT = ("correction_bias", "indexer", "layer_scalar", "norm", "embed", "tid2eid")
-WITHOUT_EXPERTS = ("mamba2", "lfm2", "falcon_h1")
+WITHOUT_EXPERTS = ("mamba2", "lfm2", "falcon_h1", "zamba2")
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ def test_a_hybrid_is_trained_and_exported(family, directory, text, tmp_path):
 # Parameters that no gradient moves beside those that LoRA keeps: biases of routers, an
 # indexer, scales of layers and experts of tokens.
 @pytest.mark.parametrize(
-    "family", ["nemotron_h", "glm_moe_dsa", "gemma4", "mamba2", "deepseek_v4"]
+    "family",
+    ["nemotron_h", "glm_moe_dsa", "gemma4", "mamba2", "deepseek_v4", "zamba2"],
 )
 def test_factors_are_trained_beside_parameters_that_no_gradient_moves(
     family, directory, text, tmp_path

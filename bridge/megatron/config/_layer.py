@@ -70,6 +70,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "mamba": (None, "its Mamba layers are not modelled"),
     "mamba1": (None, "it has no Mamba 1 layers"),
     "rg_lru": (None, "it has no recurrent units"),
+    "shared_blocks": (None, "each of its layers has weights of its own"),
     "norm_scale": (True, "its norms have a scale"),
     "qk_norm_after_rope": (False, "it norms heads before the rope"),
     "qk_norm_bias": (False, "its norms of heads have no bias of their own"),
