@@ -246,3 +246,14 @@ def test_an_average_of_the_weights_is_kept_and_exported(llama, text, tmp_path, c
     assert main(["export", str(llama), str(tmp_path / "x"), "--ema"]) == 2
     assert main(["eval", str(llama), "--data", str(text), "--ema"]) == 2
     assert "--ema" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("warmup, is_said", [("1", False), ("2", True)])
+def test_a_rate_that_never_reaches_its_peak_is_said(
+    warmup, is_said, llama, text, tmp_path, fake_step, capsys
+):
+    fake_step(5, 4)
+    argv = ["train", "--hf", str(llama), "--data", str(text), "--steps", "2"]
+    argv += ["--batch", "8", "--seq", "16", "--save", str(tmp_path / "run")]
+    assert main([*argv, "--warmup", warmup]) == 0
+    assert (f"--warmup {warmup}" in capsys.readouterr().err) == is_said

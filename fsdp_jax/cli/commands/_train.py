@@ -166,7 +166,7 @@ class Train:
         data = read_data(self.data, origin, config.data, _share(self))
         metadata = make_metadata(origin.config, config, data, resumed)
         batches = batches_of(data, config.data, fsdp.host_shard(mesh))
-        _say_inputs(plan, data, config)
+        _say_inputs(plan, data, config, self.steps)
         run = dataclasses.replace(
             _make_run(self, config, origin),
             microbatches=num_microbatches(config, mesh, fsdp.launch.generation()),
@@ -196,10 +196,14 @@ class Train:
         run_steps(run, plan, tx, make_state, batches)
 
 
-def _say_inputs(plan: fsdp.Plan, data: TrainingData, config: TrainConfig) -> None:
+def _say_inputs(
+    plan: fsdp.Plan, data: TrainingData, config: TrainConfig, steps: int
+) -> None:
     say(plan)
     for line in describe(data, config.data):
         say(f"data: {line}")
+    if (warmup := config.optimizer.warmup) >= steps:
+        say(f"learning rate: still rising in step {steps}, by --warmup {warmup}")
 
 
 def _check_pairs(train: Train, config: TrainConfig) -> None:
