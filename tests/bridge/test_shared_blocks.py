@@ -29,6 +29,8 @@ from bridge.models import (
     tensor_parallel_rules,
 )
 
+pytestmark = pytest.mark.torch
+
 # Two float32 programs that sum in other orders, and their gradients.
 TOLERANCE, GRADIENTS = 2e-5, 1e-3
 VARIANTS = ["zamba2", "zamba2-small"]

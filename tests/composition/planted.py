@@ -23,6 +23,7 @@ from fsdp_jax.step import (
     _aux_outputs,
     _collectives,
     _loss,
+    _loss_arguments,
     _loss_check,
     _module_units,
     _prefetch,
@@ -269,7 +270,9 @@ PLANTED: Mapping[str, Fault] = {
         (_loss_check, "_refuse_changed_gradients", _instead(lambda grads: None)),
         (_loss_check, "_refuse_misuse", _instead(lambda uses: None)),
     ),
-    "a bound key overridden": ((_loss, "_binds_key", _instead(lambda fn: False)),),
+    "a bound key overridden": (
+        (_loss_arguments, "_binds_key", _instead(lambda fn: False)),
+    ),
     "tokens counted in float32": ((_loss, "_sum_and_count", _in_float32),),
     "what an nnx unit writes lost": (
         (_module_units, "object_pairs", _instead(lambda outer, inner: [])),
