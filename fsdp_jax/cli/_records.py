@@ -181,29 +181,26 @@ def _rows_of_file(file: Path) -> Iterator[Callable[[], Any]]:
         yield from (functools.partial(_without_nulls, row) for row in read_table(file))
         return
     text = _read_text(file)
-    if format_of(file.name) == ".json" and (one := _single_object(text)) is not None:
-        yield functools.partial(_without_nulls, one)
-        return
-    if format_of(file.name) == ".json" and text.lstrip()[:1] == "[":
-        try:
-            records = _loads(text)
-        except ValueError as error:
-            raise ValueError(f"--data '{file}' is not JSON: {error}") from error
-        yield from (functools.partial(_without_nulls, record) for record in records)
-        return
+    if format_of(file.name) == ".json":
+        objects = _objects(text, file)
+        if objects is not None:
+            yield from (functools.partial(_without_nulls, one) for one in objects)
+            return
     # `splitlines` also splits at U+2028 and others, which a string of JSON may hold.
     lines = text.split("\n")
     for line in lines if lines[-1] else lines[:-1]:
         yield functools.partial(_parse, line)
 
 
-def _single_object(text: str) -> dict[str, Any] | None:
-    """Returns the object that a text is, over several lines or not; None if none."""
+def _objects(text: str, file: Path) -> list[Any] | None:
+    """Returns the objects of an array, or the only one; None for JSON Lines."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = _loads(text)
+    except ValueError as error:
+        if text.lstrip()[:1] == "[":
+            raise ValueError(f"--data '{file}' is not JSON: {error}") from error
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, list) else [found]
 
 
 def _read_text(file: Path) -> str:

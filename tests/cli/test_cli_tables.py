@@ -51,6 +51,13 @@ def array(tmp_path) -> Path:
 def test_tables_and_arrays_have_the_records_of_the_lines(lines, table, array, tmp_path):
     wanted = read_records(lines, None)
     assert read_records(table, None) == read_records(array, None) == wanted
+    (tmp_path / "lines.json").write_text(lines.read_text())
+    assert read_records(tmp_path / "lines.json", None) == wanted
+    (tmp_path / "one.json").write_text(json.dumps(RECORDS[0], indent=2))
+    assert read_records(tmp_path / "one.json", None) == wanted[:1]
+    (tmp_path / "cut.json").write_text(array.read_text()[:-3])
+    with pytest.raises(ValueError, match=facts("cut.json'", "JSON")):
+        read_records(tmp_path / "cut.json", None)
     with_nulls = tmp_path / "nulls.jsonl"
     with_nulls.write_text("\n".join(map(json.dumps, json.loads(array.read_text()))))
     assert read_records(with_nulls, None) == wanted

@@ -20,12 +20,12 @@ def test_a_path_with_a_parent_in_it_is_saved_to_and_loaded_from(tmp_path, monkey
 
     plan = fsdp.fully_shard(make, fsdp.make_mesh())
     state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
-    (tmp_path / "work" / "deep").mkdir(parents=True)
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    monkeypatch.chdir(tmp_path / "work" / "deep")
+    monkeypatch.chdir(tmp_path / "outer" / "inner")
     fsdp.save("../../link", state)
-    with fsdp.Checkpointer("../../work/../link") as checkpointer:
+    with fsdp.Checkpointer("../../outer/../link") as checkpointer:
         checkpointer.save(1, dataclasses.replace(state, step=jnp.asarray(1)))
     assert fsdp.latest_step("../../run") == 1
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"0", "1"}
