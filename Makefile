@@ -37,7 +37,8 @@ demo: $(INSTALLED)  ## Shard a small model, train it, and carry it to PyTorch an
 	$(BIN)/fsdp-jax demo
 
 # Tests of a file share its fixtures, in one worker; tests/conftest.py orders the files.
-DIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A worker that dies is not replaced: with loadfile, pytest-xdist 3.8 would wait for ever.
+DIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: $(INSTALLED)  ## Run the light tests, and a cheap case of each other test: 900 CPU-seconds at most. JOBS=n workers; PYTEST=... adds arguments.
 	$(BIN)/pytest $(DIST) $(PYTEST)

@@ -13,7 +13,7 @@ from helpers import compiling
 from helpers.marks import has_module_mark
 from helpers.tiers import UNMEASURED, Durations, grid, read_durations, slow_tests
 
-pytest_plugins = ["helpers.cpu_time"]
+pytest_plugins = ["helpers.cpu_time", "helpers.program_memory"]
 
 # Before any backend starts, and through jax's config rather than the environment, so
 # that the tests' child processes choose their devices themselves. The platform is named
