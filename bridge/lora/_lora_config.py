@@ -19,7 +19,7 @@ CONFIG_NAME = "adapter_config.json"
 # Fields without effect on the merged weights. The adapted modules are taken from the
 # tensor names.
 _UNREAD = {
-    *("auto_mapping", "base_model_name_or_path", "bias", "exclude_modules"),
+    *("auto_mapping", "bias", "exclude_modules"),
     *("inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
     "ensure_weight_tying",
     *("megatron_core", "modules_to_save", "peft_type", "peft_version", "revision"),
@@ -27,7 +27,7 @@ _UNREAD = {
 }
 _READ = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("fan_in_fan_out", "use_dora"),
+    *("fan_in_fan_out", "use_dora", "base_model_name_or_path"),
 }
 # Initializations that leave the base weights unchanged: PiSSA, OLoRA, CorDA and LoftQ
 # subtract from them.
@@ -47,6 +47,7 @@ class LoraConfig:
       alpha_pattern: Values of `lora_alpha` of modules, likewise.
       fan_in_fan_out: Whether the file says that the base model stores weights as
         `[in, out]`, like GPT-2. It is kept; what the base stores decides, as in PEFT.
+      base_model_name_or_path: Directory or hub id of the base model; None for unsaid.
       use_dora: Whether the adapter has a magnitude for each output beside its factors
         (DoRA). Such an adapter is merged and not kept beside the weights.
       fields: All fields of the file that was read, kept for saving.
@@ -64,6 +65,7 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fan_in_fan_out: bool = False
     use_dora: bool = False
+    base_model_name_or_path: str | None = None
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def rank(self, module: str) -> int:
@@ -89,7 +91,7 @@ class LoraConfig:
         fields = self.fields or {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": None,
+            "base_model_name_or_path": self.base_model_name_or_path,
             "inference_mode": True,
             "target_modules": targets,
             "bias": "none",

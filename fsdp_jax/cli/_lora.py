@@ -91,10 +91,22 @@ class Adapter:
         )
         return plan, params
 
-    def save(self, path: Path, factors: PyTree, config: DecoderConfig) -> None:
-        """Writes trained factors as an adapter of PEFT."""
+    def save(
+        self, path: Path, factors: PyTree, config: DecoderConfig, base: str | None
+    ) -> None:
+        """Writes trained factors as an adapter of PEFT.
+
+        Args:
+          path: Directory to write.
+          factors: Factors of the parameters.
+          config: Config of the model.
+          base: Directory or hub id of the model; None for unsaid.
+        """
         described = bridge.LoraConfig(
-            self.rank, self.alpha, fan_in_fan_out=fan_in_fan_out(config)
+            self.rank,
+            self.alpha,
+            fan_in_fan_out=fan_in_fan_out(config),
+            base_model_name_or_path=base,
         )
         arrays = jax.tree.map(np.asarray, fsdp.sharding.unpack(factors))
         bridge.save_lora(path, bridge.Lora(described, arrays, {}), config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import bridge
@@ -11,12 +12,16 @@ from fsdp_jax.cli._model_source import Checkpoint
 from fsdp_jax.cli._train_config import TrainConfig
 from fsdp_jax.cli._training_data import TrainingData, fingerprint_of
 
+BASE_MODEL = "base_model"
+"""Metadata of the model whose weights the run began with; None for no such model."""
+
 
 def make_metadata(
     model: DecoderConfig,
     config: TrainConfig,
     data: TrainingData,
     resumed: Checkpoint | None,
+    hf: str | None,
 ) -> dict[str, Any]:
     """Makes the metadata of every step; checks that a resumed run has the same data.
 
@@ -25,6 +30,7 @@ def make_metadata(
       config: Options that decide the numbers.
       data: Data from `read_data`.
       resumed: Step that the run goes on from; None for a new one.
+      hf: Model that a new run starts from, as given; None for no such model.
 
     Raises:
       ValueError: If the data has other tokens than those of the resumed step.
@@ -36,8 +42,16 @@ def make_metadata(
             f"'{resumed.path}' was trained on. Give the same files in the same order, "
             "with the same tokenizer, template and eos_token."
         )
+    base = _absolute(hf) if resumed is None else resumed.metadata.get(BASE_MODEL)
     return {
+        BASE_MODEL: base,
         "config": bridge.to_hf_config(model),
         "train": dataclasses.asdict(config),
         "data_sha256": sha256,
     }
+
+
+def _absolute(hf: str | None) -> str | None:
+    """Returns a directory from the root, where an adapter finds it; a hub id as is."""
+    is_directory = hf is not None and Path(hf).exists()
+    return str(Path(hf).absolute()) if is_directory else hf

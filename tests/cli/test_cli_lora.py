@@ -33,12 +33,16 @@ def run(tmp_path_factory, llama, text):
     return folder, train(folder, text, 4, *options)
 
 
-def test_it_learns_and_goes_on_where_it_was(run, text):
+def test_it_learns_and_goes_on_where_it_was(run, llama, text):
     folder, losses = run
     assert losses[-1] < losses[0]
     place = ["--resume", str(folder / "save4"), "--devices", "4"]
     again = train(folder, text, 5, *place, "--resume-step", "2")
     np.testing.assert_allclose(again[:2], losses[2:], rtol=1e-5)
+    adapter = folder / "resumed"
+    assert main(["export", str(folder / "save5"), str(adapter), "--adapter"]) == 0
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(llama)
 
 
 def test_the_same_command_again_knows_its_run(run, llama, text):

@@ -22,6 +22,7 @@ from fsdp_jax.cli._log import say
 from fsdp_jax.cli._megatron import Format, MegatronLayout, OptimizerFormat
 from fsdp_jax.cli._model_source import Checkpoint, open_checkpoint
 from fsdp_jax.cli._options import Devices, Group, Unset
+from fsdp_jax.cli._step_metadata import BASE_MODEL
 from fsdp_jax.cli._train_config import adapter_of, is_reward_model
 from fsdp_jax.cli._trained_adam import load_trained_adam
 
@@ -145,7 +146,8 @@ class Export:
             )
         place = (self.checkpoint, origin.step)
         _, params = adapter.load(*place, plan.params, origin.config)
-        adapter.save(self.out, params["lora"], origin.config)
+        base = origin.metadata.get(BASE_MODEL)
+        adapter.save(self.out, params["lora"], origin.config, base)
         print(f"the adapter of step {origin.step} is now in {self.out}")
 
     def _write_with_adam(self, origin: Checkpoint, mesh: Mesh) -> None:
