@@ -147,7 +147,7 @@ def test_the_metadata_is_that_of_the_project(wheel):
     assert metadata["Requires-Python"] == ">=3.11"
     extras = set(metadata.get_all("Provides-Extra", []))
     assert {"cuda12", "cuda13", "plan", "torch", "test", "docs"} <= extras
-    assert "fsdp-jax = fsdp_jax.cli:main" in entry
+    assert "fsdp-jax = fsdp_jax.cli:run" in entry
     assert str(metadata.get_payload()) == (ROOT / "README.md").read_text()
 
 

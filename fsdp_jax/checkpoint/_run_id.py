@@ -12,7 +12,7 @@ from fsdp_jax.checkpoint._manifest import DamagedCheckpointError
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._replace import write_through
 
-_NAME = "run_id"
+RUN_ID = "run_id"
 _ID = re.compile("[0-9a-f]{16}")
 
 
@@ -23,7 +23,7 @@ def find_run_id(path: str | os.PathLike[str]) -> str | None:
       DamagedCheckpointError: If the file with the id holds anything else, such as a
         path, or is not a file.
     """
-    file = as_path(path) / _NAME
+    file = as_path(path) / RUN_ID
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise _damaged(file, "is a link, or no regular file")
     if not file.exists():
@@ -61,13 +61,13 @@ def make_run_id(
     made = newest() or secrets.token_hex(8)
     directory = as_path(path)
     if not is_local(directory):
-        (directory / _NAME).write_text(made)
+        (directory / RUN_ID).write_text(made)
         return made
     directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"{_NAME}.{secrets.token_hex(4)}.part"
+    part = directory / f"{RUN_ID}.{secrets.token_hex(4)}.part"
     with part.open("x") as file:
         file.write(made)
     write_through(part)
-    part.rename(directory / _NAME)
+    part.rename(directory / RUN_ID)
     write_through(directory)
     return made

@@ -6,14 +6,16 @@ and messages to stderr.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import errno
 import os
 import signal
 import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
@@ -87,6 +89,22 @@ _DESCRIPTION = """Fully sharded training of Hugging Face models in JAX.
 
 --version prints the version."""
 _CLOSED_PIPE = 128 + signal.SIGPIPE
+_INTERRUPTED = 128 + signal.SIGINT
+# No space, no quota, or too large a file: what Python says of them may name no file.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def run() -> NoReturn:
+    """Runs the command of this process, and ends it with the status of `main`."""
+    status = main()
+    if status != _INTERRUPTED:
+        sys.exit(status)
+    # XLA may still compile, in threads that Python's own end would take the memory
+    # from: a segmentation fault, and its status.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,14 +210,23 @@ def _run(command: Any) -> int:
         raise
     except KeyboardInterrupt as error:
         fail(error)
-        return 130
+        return _INTERRUPTED
     except ChildFailed as error:
         return error.status
     except CheckFailed as error:
         return _report(error, status=1)
     except (ValueError, OSError, NotSavedError) as error:
-        return _report(error, status=2)
+        return _report(_named(error, command), status=2)
     return 0
+
+
+def _named(error: Exception, command: object) -> Exception:
+    """Returns the error with the directory that has no space, if it names none."""
+    full = isinstance(error, OSError) and error.errno in _FULL and not error.filename
+    target = getattr(command, "out", None) or getattr(command, "dst", None)
+    if not full or target is None:
+        return error
+    return OSError(error.errno, error.strerror, str(target))
 
 
 def _check_paths(command: object) -> None:

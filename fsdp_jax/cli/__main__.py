@@ -1,8 +1,6 @@
 """`python -m fsdp_jax.cli` is `fsdp-jax`."""
 
-import sys
-
-from fsdp_jax.cli import main
+from fsdp_jax.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fsdp_jax.checkpoint._orbax_handler import UNFINISHED
 from fsdp_jax.checkpoint._paths import as_path, is_local
+from fsdp_jax.checkpoint._run_id import RUN_ID
 
 
 class CheckFailed(Exception):
@@ -70,6 +72,18 @@ def check_empty(path: Path, option: str) -> None:
         raise ValueError(
             f"{option} '{path}' is not empty. Give a new name, or remove it first."
         )
+
+
+def check_unwritten(path: Path, option: str) -> None:
+    """Raises a `ValueError` as `check_empty`, but for what a failed save left.
+
+    The next save removes it, so that the command that failed can be run again.
+    """
+    left = [child.name for child in path.iterdir()] if path.is_dir() else []
+    if all(name == RUN_ID or name.endswith(UNFINISHED) for name in left):
+        check_creatable(path, option)
+    else:
+        check_empty(path, option)
 
 
 def check_absent(path: Path, option: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from fsdp_jax.cli._options import Unset
 from fsdp_jax.planner import GPU, find_gpu
@@ -35,14 +36,15 @@ class Speeds:
         """Returns the GPU of that name, with these figures.
 
         Raises:
-          ValueError: If a figure is not above zero, or no GPU has the name.
+          ValueError: If a figure is not a finite number above 0, or no GPU has the
+            name.
         """
         names = [field.name for field in dataclasses.fields(self)]
         given = {name: getattr(self, name) for name in names}
         wrong = [
-            f"--{name.replace('_', '-')} {value}: above 0"
+            f"--{name.replace('_', '-')} {value}: a finite number above 0"
             for name, value in given.items()
-            if value is not None and not value > 0
+            if value is not None and not 0 < value < math.inf
         ]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}.")

@@ -25,6 +25,7 @@ from fsdp_jax.sharding._param_plan import ParamPlan as ParamPlan
 from fsdp_jax.sharding._param_table import param_table
 from fsdp_jax.sharding._pipeline_report import pipeline_lines
 from fsdp_jax.sharding._stages import Stages
+from fsdp_jax.sharding._state_report import state_lines
 from fsdp_jax.sharding._streaming import streaming_line
 from fsdp_jax.sharding._unit_methods import UnitClasses
 
@@ -335,10 +336,7 @@ def _summary(plan: Plan) -> list[str]:
 
 def _exceptions(plan: Plan) -> list[str]:
     """Returns lines for other arrays than parameters, and for unusual placements."""
-    lines = []
-    if state := [name for name, _ in named_leaves(plan.model.state)]:
-        more = f" and {len(state) - 5} more" if len(state) > 5 else ""
-        lines.append(f"arrays, not parameters: {', '.join(state[:5])}{more}")
+    lines = state_lines(plan.model.params, plan.model.state)
     lines += ignored_line(plan.model.params, plan.config.tensor_parallel)
     if frozen := sum(param.is_frozen for param in plan.param_plans):
         lines.append(f"frozen, with neither gradient nor optimizer state: {frozen}")

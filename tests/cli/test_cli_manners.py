@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -285,3 +286,34 @@ def test_a_run_goes_on_from_the_disk_of_the_host(
     assert [line.partition(",")[0] for line in lines] == [
         f'{{"step": {step}' for step in (1, 2, 3, 4)
     ]
+
+
+_INTERRUPTED_COMPILER = """
+import os, signal, threading
+import jax, jax.numpy as jnp
+import fsdp_jax.cli
+
+def many(x):
+    for i in range(3000):
+        x = jnp.sin(x @ x) + i
+    return x
+
+def compiles():
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    x = jax.ShapeDtypeStruct((64, 64), "float32")
+    try:
+        jax.jit(many).lower(x).compile()
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+fsdp_jax.cli.main = compiles
+fsdp_jax.cli.run()
+"""
+
+
+def test_an_interrupt_of_xlas_compiler_is_the_status_of_an_interrupt():
+    """Python's own end would be a segmentation fault of XLA's threads."""
+    command = [sys.executable, "-c", _INTERRUPTED_COMPILER]
+    ended = subprocess.run(command, check=False, capture_output=True)
+    assert ended.returncode == 128 + signal.SIGINT, ended.stderr

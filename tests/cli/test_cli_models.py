@@ -7,6 +7,7 @@ import shutil
 import jax
 import pytest
 from flax import nnx
+from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited
 from tiny_configs import FAMILIES, hf_fields
 
 import bridge
@@ -47,6 +48,24 @@ def test_an_imported_model_is_exported_byte_for_byte(mixed, imported, tmp_path):
     assert sorted(a.keys()) == sorted(b.keys())
     for key in a.keys():
         assert a.read(key).tobytes() == b.read(key).tobytes()
+
+
+@ORBAX_FAILS_NOISILY
+def test_a_failed_import_can_be_run_again(mixed, tmp_path, capsys):
+    out = tmp_path / "run"
+    with file_size_limited(20_000):
+        assert main(["import", mixed, str(out)]) == 2
+    capsys.readouterr()
+    assert main(["import", mixed, str(out)]) == 0
+    assert main(["import", mixed, str(out)]) == 2  # but not over a step
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(mixed, tmp_path, capsys):
+    out = tmp_path / "out"
+    with file_size_limited(20_000):
+        assert main(["convert", mixed, str(out), "--to", "hf"]) == 2
+    assert f": '{out}'" in capsys.readouterr().err
 
 
 def test_an_imported_model_is_the_same_model(mixed, imported, capsys):

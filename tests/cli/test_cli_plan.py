@@ -179,6 +179,7 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--gpus", "12"), "--gpus-per-node"),
         (("--gpus-per-node", "0"), "--gpus-per-node 0"),
         (("--network-gbs", "nan"), "--network-gbs nan"),
+        (("--latency-us", "inf"), "--latency-us inf: a finite number above 0"),
         (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),
         (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),

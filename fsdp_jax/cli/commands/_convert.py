@@ -10,7 +10,7 @@ import tyro
 
 import bridge
 from fsdp_jax._report import bytes_bar
-from fsdp_jax.cli._errors import check_empty
+from fsdp_jax.cli._errors import check_empty, check_unwritten
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._megatron import MegatronLayout, OptimizerFormat
 from fsdp_jax.cli._model_source import Checkpoint, open_any
@@ -61,7 +61,8 @@ class Convert:
 
     def run(self) -> None:
         """Opens the one, and writes the other."""
-        check_empty(self.dst, "DST")
+        check = check_unwritten if self.to == "orbax" else check_empty
+        check(self.dst, "DST")
         self._check()
         if self.optimizer:
             self._with_optimizer()

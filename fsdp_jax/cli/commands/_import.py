@@ -15,7 +15,7 @@ import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli._adam import option, stored_settings
 from fsdp_jax.cli._decoder import plan_decoder
-from fsdp_jax.cli._errors import check_empty
+from fsdp_jax.cli._errors import check_unwritten
 from fsdp_jax.cli._model_source import Megatron, files_to_carry, open_any
 from fsdp_jax.cli._optimizer import OptimizerConfig
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
@@ -54,7 +54,7 @@ class Import:
 
     def run(self) -> None:
         """Loads the weights sharded over all devices, and saves them."""
-        check_empty(self.out, "OUT")
+        check_unwritten(self.out, "OUT")
         be_brief_about_saves()
         mesh = fsdp.make_mesh(devices=self.where.pick())
         origin = open_any(
