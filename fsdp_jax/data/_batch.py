@@ -126,7 +126,14 @@ def place_batch(plan: Plan, batch: PyTree) -> PyTree:
         batch = jax.tree.map(
             lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch
         )
-    return jax.device_put(batch, shardings)
+    return jax.tree.map(_place_all, batch, shardings)
+
+
+def _place_all(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    # Under a vmap `device_put` would split the mapped dim, which is none of the leaf's.
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+    return jax.device_put(leaf, sharding)
 
 
 def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:

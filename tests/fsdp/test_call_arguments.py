@@ -205,6 +205,18 @@ def test_keys_and_narrow_floats_are_rows_of_a_batch(plan):
     assert np.isfinite(evaluate(params, batch)["loss"])
 
 
+@pytest.mark.parametrize("batches", [2, 8])
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_batches_of_a_vmap_are_each_a_batch(plan, batches, around):
+    """Also: a dim that the devices do not divide, which is none of the batch's."""
+    grad = fsdp.value_and_grad(plan, loss_fn)
+    params = fsdp.init_params(plan, jax.random.key(0))
+    stack = np.stack([X + i for i in range(batches)])
+    (losses, _), _ = around(jax.vmap(lambda x: grad(params, x)))(stack)
+    want = [grad(params, x)[0][0] for x in stack]
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("loss", "has_aux", "says"),
     [
