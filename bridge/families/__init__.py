@@ -95,6 +95,7 @@ from bridge.families import (
     mistral,
     mistral4,
     mixtral,
+    mllama_text_model,
     modernbert_decoder,
     mpt,
     nanochat,
@@ -155,7 +156,7 @@ _MODULES = (
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
-    *(lara_mini, bailing_hybrid, laguna, zamba2),
+    *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model),
 )
 
 

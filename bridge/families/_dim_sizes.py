@@ -20,6 +20,7 @@ def sizes_of(config: DecoderConfig) -> Sizes:
         "three": 3,
         "four": 4,
         "vocab": config.vocab_size,
+        "table": config.vocab_size + config.unscored_tokens,
         "positions": config.max_position_embeddings + config.position_offset,
         "embed": config.hidden_size,
         "embed_out": config.hidden_size,

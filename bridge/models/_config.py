@@ -26,7 +26,7 @@ class DecoderConfig(DecoderFields):
     exported config equals the imported one.
 
     Args:
-      vocab_size: Number of rows of the embedding, including padding.
+      vocab_size: Number of logits, and of rows of the embedding, including padding.
       hidden_size: Width of the residual stream.
       intermediate_size: Width inside a dense MLP.
       num_hidden_layers: Number of layers.
@@ -123,6 +123,8 @@ class DecoderConfig(DecoderFields):
         current one.
       layer_types: What mixes the tokens of each layer, `none` where nothing does; None
         for all sliding if `sliding_window` is set, else all full attention.
+      unscored_tokens: Number of rows of the embedding behind those of `vocab_size`, of
+        tokens without a logit.
       scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
         rounded to their dtype.
       multipliers: Factors inside of layers; None for 1 everywhere.

@@ -58,6 +58,10 @@ def inconsistencies(config: DecoderFields) -> list[str]:
     wrong += _inconsistent_value_heads(config)
     if config.logits_scaling == 0:
         wrong.append("logits_scaling 0 divides the logits")
+    if config.unscored_tokens < 0:
+        wrong.append(f"unscored_tokens {config.unscored_tokens} is negative")
+    if config.unscored_tokens and config.tie_word_embeddings:
+        wrong.append("unscored_tokens: a tied embedding scores all its rows")
     if config.mla and (kv_heads != heads or config.head_dim != config.mla.qk_head_dim):
         wrong.append(
             f"mla: num_key_value_heads {kv_heads} and head_dim {config.head_dim} "

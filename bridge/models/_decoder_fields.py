@@ -133,6 +133,7 @@ class DecoderFields:
     alibi_bias_max: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[LayerType, ...] | None = None
+    unscored_tokens: int = 0
     scale_embeddings: bool = False
     multipliers: MultipliersConfig | None = None
     embedding_multiplier: float = 1.0

@@ -120,7 +120,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     if any(count % ranks for count in counts):
         whole += _KV
     added = config.per_layer_input
-    rows = [config.vocab_size, added.vocab_size if added else 0]
+    rows = [config.vocab_size, added.vocab_size if added else 0, config.unscored_tokens]
     if any(count % ranks for count in rows):
         whole += _VOCABULARY
     if config.delta_net is not None and config.delta_net.decay_by_dim:

@@ -318,6 +318,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs of gated latents": ("bailing_hybrid", {"rope.interleaved": False}),
     "activation of gates": ("laguna", {"attention_gate_activation": "sigmoid"}),
     "scaling of experts beside gates": ("laguna", {"moe.routed_scaling_factor": 1.0}),
+    "rope of texts beside images": ("mllama", {"rope": RopeConfig(500000.0)}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),

@@ -1323,6 +1323,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-2,
     },
+    "mllama": {
+        "model_type": "mllama_text_model",
+        "cross_attention_layers": [],
+        "rope_parameters": LLAMA3_ROPE,
+    },
     "lfm2-biased": {
         "model_type": "lfm2",
         "num_hidden_layers": 3,

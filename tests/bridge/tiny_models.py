@@ -5,6 +5,7 @@ from pathlib import Path
 
 import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
 import helpers.mistral4  # noqa: F401  (makes it known to transformers)
+import helpers.mllama  # noqa: F401  (makes it known to transformers)
 import helpers.nemotron_nas  # noqa: F401  (makes it known to transformers)
 import numpy as np
 import torch

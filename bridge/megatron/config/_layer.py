@@ -33,6 +33,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "residual_in_fp32": (False, "its stream has the dtype of its weights"),
     "multipliers": (None, "it has no multipliers inside of layers"),
     "attention_chunk_size": (None, "its layers do not attend in chunks"),
+    "unscored_tokens": (0, "its embedding has the rows of its logits"),
     "embedding_norm": (False, "it does not norm embeddings"),
     "query_scale": (None, "its queries do not grow with their position"),
     "alibi_bias_max": (None, "it has no ALiBi"),
