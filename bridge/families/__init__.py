@@ -67,6 +67,7 @@ from bridge.families import (
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     hy_v3,
+    hy_v4,
     hyperclovax,
     internlm3,
     iquestcoder,
@@ -156,7 +157,7 @@ _MODULES = (
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
-    *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model),
+    *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model, hy_v4),
 )
 
 

@@ -148,7 +148,8 @@ def _stream_sizes(config: DecoderConfig) -> Sizes:
     if (connections := config.hyper_connections) is not None:
         count = connections.num_streams
         sizes |= dict.fromkeys(("streams", "streams_out"), count)
-        sizes["stream_mixes"] = count * (2 + count)
+        others = 0 if connections.independent else count
+        sizes["stream_mixes"] = count * (2 + others)
     if config.laurel_rank is not None:
         sizes["laurel_rank"] = config.laurel_rank
     return sizes

@@ -247,11 +247,6 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
     scaled = config.norm_bias or config.qk_norm not in (None, "l2") or config.mla
     if not config.norm_scale and scaled:
         wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
-    if config.attention_gate and config.mla:
-        if not config.attention_gate_per_head:
-            wrong.append("attention_gate: latent attention has attention_gate_per_head")
-        if config.indexer:
-            wrong.append("attention_gate: not beside indexer")
     if config.attention_gate_activation != "sigmoid" and not config.attention_gate:
         wrong.append("attention_gate_activation: attention_gate is not set")
     if config.attention_gate_per_head and not config.attention_gate:

@@ -253,7 +253,8 @@ class LatentAttention(SelfAttention):
 
     Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`,
       `modeling_longcat_flash.py::LongcatFlashMLA`,
-      `modeling_bailing_hybrid.py::BailingHybridAttention`, for gates.
+      `modeling_bailing_hybrid.py::BailingHybridAttention`,
+      `modeling_hy_v4.py::HYV4Attention`, for gates.
     """
 
     def _make_projections(
@@ -278,8 +279,9 @@ class LatentAttention(SelfAttention):
         self.kv_a_layernorm = norm(rank)
         self.kv_b_proj = linear(rank, (heads, mla.qk_nope_head_dim + mla.v_head_dim))
         self.kv_rank, self.nope_head_dim = mla.kv_lora_rank, mla.qk_nope_head_dim
+        width = 1 if config.attention_gate_per_head else mla.v_head_dim
         gated = config.attention_gate
-        self.q_gate = linear((config.hidden_size,), (heads, 1)) if gated else None
+        self.q_gate = linear(embed, (heads, width)) if gated else None
         self.has_q_lora = mla.q_lora_rank is not None
         ranks = (mla.q_lora_rank or config.hidden_size, mla.kv_lora_rank)
         factors = [(config.hidden_size / rank) ** 0.5 for rank in ranks]
