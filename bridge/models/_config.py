@@ -45,6 +45,8 @@ class DecoderConfig(DecoderFields):
       norm_eps: Epsilon added to the mean square, or variance, under the root.
       norm_scale: Whether norms multiply by a scale.
       norm_bias: Whether norms of the residual stream add a bias.
+      norm_gate_rank: Width of the gates of norms, before each mixer and before
+        experts; None for norms without a gate.
       norm_placement: Position of the norms of attention and MLP: before (`pre`),
         after (`post`), before and after (`both`), before in the residual stream itself,
         which the norms replace (`in_stream`), one shared norm before both, which
@@ -340,4 +342,5 @@ _SIZES = (
     "attention_chunk_size",
     "dynamic_mask_size",
     "laurel_rank",
+    "norm_gate_rank",
 )

@@ -83,6 +83,7 @@ class DecoderFields:
     norm_eps: float = 1e-6
     norm_scale: bool = True
     norm_bias: bool = False
+    norm_gate_rank: int | None = None
     norm_placement: NormPlacement = "pre"
     recurrent_norm_placement: Literal["pre", "post", "both"] | None = None
     hidden_act: Activation = "silu"

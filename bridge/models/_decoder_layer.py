@@ -90,7 +90,7 @@ class DecoderLayer(nnx.Module):
         products: LayerProducts = PLAIN,
     ):
         """Initializes the weights of one layer, without a layer dim."""
-        norms = make_norms(config, kind, param_dtype)
+        norms = make_norms(config, kind, rngs, param_dtype)
         self.input_layernorm, self.post_attention_layernorm = norms[:2]
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
         self.mixer, self.is_full = kind.mixer, kind.is_full

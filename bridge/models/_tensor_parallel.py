@@ -18,6 +18,7 @@ _COLUMNS = {
     **{f"self_attn.{name}_proj.bias": -2 for name in "qkv"},
     "self_attn.o_a_proj.kernel": -4,
     "self_attn.q_gate.kernel": -2,
+    "self_attn.q_gate_proj.kernel": -2,
     "self_attn.q_gate.bias": -2,
     "gate_proj.kernel": -1,
     "up_proj.kernel": -1,

@@ -1323,6 +1323,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-2,
     },
+    "axk2": {
+        "model_type": "axk2",
+        **LATENT,
+        **INDEXER,
+        "gated_norm_rank": 6,
+    },
     "hy_v4": {
         "model_type": "hy_v4",
         **{name: value for name, value in LATENT.items() if "first_k" not in name},

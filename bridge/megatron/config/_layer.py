@@ -72,6 +72,7 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "mamba1": (None, "it has no Mamba 1 layers"),
     "rg_lru": (None, "it has no recurrent units"),
     "shared_blocks": (None, "each of its layers has weights of its own"),
+    "norm_gate_rank": (None, "its norms have no gates"),
     "norm_scale": (True, "its norms have a scale"),
     "qk_norm_after_rope": (False, "it norms heads before the rope"),
     "qk_norm_bias": (False, "its norms of heads have no bias of their own"),
