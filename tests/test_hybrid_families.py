@@ -76,6 +76,9 @@ CASES = {
     "latent experts over ep": Case("nemotron_h", {"ep": 2}),
     "entries of several tokens over tp": Case("deepseek_v4", {"tp": 2}, EVEN),
     "experts of tokens over ep": Case("deepseek_v4", {"ep": 2}),
+    "independent streams over tp": Case("hy_v4", {"tp": 2}, EVEN),
+    "gated norms over tp": Case("axk2", {"tp": 2}, EVEN),
+    "independent streams over ep": Case("hy_v4", {"ep": 2}),
     "entries and experts of tokens over pp": Case(
         "deepseek_v4",
         {"pp": 2},

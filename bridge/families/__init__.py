@@ -11,6 +11,7 @@ from bridge.families import (
     apertus,
     arcee,
     aria,
+    axk2,
     bailing_hybrid,
     bamba,
     biogpt,
@@ -67,6 +68,7 @@ from bridge.families import (
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     hy_v3,
+    hy_v4,
     hyperclovax,
     internlm3,
     iquestcoder,
@@ -95,6 +97,7 @@ from bridge.families import (
     mistral,
     mistral4,
     mixtral,
+    mllama_text_model,
     modernbert_decoder,
     mpt,
     nanochat,
@@ -155,7 +158,7 @@ _MODULES = (
     *(deepseek_v4, longcat_flash, mimo_v2_flash, minimax, kimi_linear, cohere2_moe),
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
-    *(lara_mini, bailing_hybrid, laguna, zamba2),
+    *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model, hy_v4, axk2),
 )
 
 

@@ -132,7 +132,15 @@ def latent_attention(
         rules = (
             *same("q_a_proj", "q_rank embed -> embed q_rank", "q_rank", bias),
             norm(at + "q_a_layernorm", to + "q_a_layernorm", "q_rank"),
-            *same("q_b_proj", kernel.format("q_rank")),
+            *(
+                same(
+                    "q_gate_proj",
+                    "(heads query_and_gate) two_q_ranks -> "
+                    "two_q_ranks heads query_and_gate",
+                )
+                if mla.gated_queries
+                else same("q_b_proj", kernel.format("q_rank"))
+            ),
         )
     wide = "kv_rank_and_rope"
     return (

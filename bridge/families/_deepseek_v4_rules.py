@@ -90,7 +90,15 @@ _OF_KIND: Mapping[str | None, Rules] = {
 }
 
 
-def _connection(at: str, to: str, mixes: str, factors: str) -> Rules:
+def connection(at: str, to: str, mixes: str, factors: str) -> Rules:
+    """Returns the rules of weights of residual streams.
+
+    Args:
+      at: What the names of the file begin with.
+      to: Module of the model.
+      mixes: Dim that counts the weights.
+      factors: Dim that counts their factors.
+    """
     to = f"{to}.projection"
     return (
         Rule(
@@ -104,8 +112,8 @@ def _connection(at: str, to: str, mixes: str, factors: str) -> Rules:
 
 
 _CONNECTIONS = (
-    *_connection("attn_hc.", "mixer_connection", "stream_mixes", "three"),
-    *_connection("ffn_hc.", "mlp_connection", "stream_mixes", "three"),
+    *connection("attn_hc.", "mixer_connection", "stream_mixes", "three"),
+    *connection("ffn_hc.", "mlp_connection", "stream_mixes", "three"),
 )
 _SHARED = tuple(
     Rule(
@@ -187,7 +195,7 @@ _NAMES_WRITTEN = {**_NAMES_OF_RELEASES, "self_attn.kv_norm.weight": "attn.norm.w
 _EXPERTS = experts("ffn.experts.{expert}.", gate="w1", up="w3", down="w2")
 
 
-def _renamed(rules: Rules, names: Mapping[str, str]) -> Rules:
+def renamed(rules: Rules, names: Mapping[str, str]) -> Rules:
     """Returns rules of tensors that have other names; those without one keep theirs."""
     return tuple(
         dataclasses.replace(
@@ -209,8 +217,8 @@ def _outer(
 
     def rules(config: DecoderConfig) -> tuple[Rule, ...]:
         own = outside()(config)
-        own += _connection("model.hc_head.hc_", "streams", "streams_out", "one")
-        own = _renamed(own, names)
+        own += connection("model.hc_head.hc_", "streams", "streams_out", "one")
+        own = renamed(own, names)
         if config.hash_layers:
             layout = "vocab token_experts -> vocab token_experts"
             own += (Rule(table, "token_experts.table", layout, integers="int64"),)
@@ -236,7 +244,7 @@ def _key_mapping(
 
     def layer(config: DecoderConfig, kind: LayerKind) -> Rules:
         del config
-        return _renamed(_layer(kind, ()), inner) + of_experts
+        return renamed(_layer(kind, ()), inner) + of_experts
 
     at = "ffn" if inner else "mlp"
     table = prefix.format(layer="{hash_layer}") + f"{at}.gate.tid2eid"

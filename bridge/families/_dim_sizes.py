@@ -20,6 +20,7 @@ def sizes_of(config: DecoderConfig) -> Sizes:
         "three": 3,
         "four": 4,
         "vocab": config.vocab_size,
+        "table": config.vocab_size + config.unscored_tokens,
         "positions": config.max_position_embeddings + config.position_offset,
         "embed": config.hidden_size,
         "embed_out": config.hidden_size,
@@ -36,6 +37,7 @@ def sizes_of(config: DecoderConfig) -> Sizes:
     sizes |= _attention_sizes(config) | _mixer_sizes(config)
     sizes |= _expert_sizes(config) | _stream_sizes(config)
     sizes |= _shared_block_sizes(config)
+    sizes["norm_rank"] = config.norm_gate_rank or 0
     if config.hash_layers:
         sizes["hash_layer"] = config.hash_layers
     for number, stack in enumerate(config.layer_stacks):
@@ -82,6 +84,8 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
     if (mla := config.mla) is not None:
         sizes |= {
             "q_rank": mla.q_lora_rank or 0,
+            "two_q_ranks": 2 * (mla.q_lora_rank or 0),
+            "query_and_gate": mla.qk_head_dim + mla.v_head_dim,
             "kv_rank": mla.kv_lora_rank,
             "kv_rank_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "nope_and_v": mla.qk_nope_head_dim + mla.v_head_dim,
@@ -147,7 +151,8 @@ def _stream_sizes(config: DecoderConfig) -> Sizes:
     if (connections := config.hyper_connections) is not None:
         count = connections.num_streams
         sizes |= dict.fromkeys(("streams", "streams_out"), count)
-        sizes["stream_mixes"] = count * (2 + count)
+        others = 0 if connections.independent else count
+        sizes["stream_mixes"] = count * (2 + others)
     if config.laurel_rank is not None:
         sizes["laurel_rank"] = config.laurel_rank
     return sizes

@@ -1,10 +1,11 @@
 """A model family as a table: its fields, its rules, and what it refuses."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from bridge.families._dim_sizes import capture, sizes_of
+from bridge.families._dim_sizes import Sizes, capture, sizes_of
 from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig, LayerKind, LayerStack
 from bridge.rules._mapping import Mapping as WeightMapping
@@ -54,10 +55,33 @@ class Layers:
     Args:
       prefix: What their names begin with, `{layer}` for the number.
       rules: The rules of one layer of a kind, without that prefix.
+      left_out: Numbers of layers of the file that the model does not have.
     """
 
     prefix: str
     rules: Callable[[DecoderConfig, LayerKind], tuple[Rule, ...]]
+    left_out: Callable[[DecoderConfig], Collection[int]] = lambda _: ()
+
+    def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
+        """Returns patterns of the tensors of layers that are left out."""
+        return tuple(
+            f"{self.prefix.format(layer=number)}**" for number in self.left_out(config)
+        )
+
+    def sizes(self, config: DecoderConfig) -> Sizes:
+        """Returns the numbers in the file of each stack's layers, if some are left out.
+
+        Args:
+          config: Config of the decoder.
+        """
+        if not (without := frozenset(self.left_out(config))):
+            return {}
+        others = (number for number in itertools.count() if number not in without)
+        numbers = list(itertools.islice(others, config.num_hidden_layers))
+        return {
+            capture(number): [numbers[layer] for layer in stack.layers]
+            for number, stack in enumerate(config.layer_stacks)
+        }
 
     def stacked(self, config: DecoderConfig) -> tuple[Rule, ...]:
         """Returns the rules of all layers, each in its stack."""
@@ -159,7 +183,11 @@ class Family:
         copies = (f"{prefix}**" for prefix in self.copies(config))
         ignore = (*self.ignore(config), *copies, *STALE, *FURTHER)
         return tuple(
-            WeightMapping(key_mapping.rules(config), sizes, ignore)
+            WeightMapping(
+                key_mapping.rules(config),
+                sizes | key_mapping.layers.sizes(config),
+                ignore + key_mapping.layers.ignored(config),
+            )
             for key_mapping in self.key_mappings
         )
 

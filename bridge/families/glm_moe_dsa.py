@@ -50,6 +50,9 @@ def _write_types(config: DecoderConfig) -> dict[str, Any]:
     return {_TYPES: [_SHARED if i in shared else _OWN for i in layers]}
 
 
+INDEXER_TYPES = FieldTransform(tuple(_DEFAULTS), _read_types, _write_types, _DEFAULTS)
+"""Which layers have an indexer, and which attend to the keys that the last selected."""
+
 FAMILY = dataclasses.replace(
     deepseek_v32.FAMILY,
     model_type="glm_moe_dsa",
@@ -70,7 +73,7 @@ FAMILY = dataclasses.replace(
         first_dense_or_by_type(3),
         _deepseek.shared_experts(1),
         deepseek_v32.TYPES,
-        FieldTransform(tuple(_DEFAULTS), _read_types, _write_types, _DEFAULTS),
+        INDEXER_TYPES,
     ),
     constants={**deepseek_v32.FAMILY.constants, "indexer.interleaved": True},
     fixed={**deepseek_v32.FAMILY.fixed, "indexer_rope_interleave": True},

@@ -133,8 +133,8 @@ def _warn_of_left_out(source: Source, mapping: Mapping, config: DecoderConfig) -
         fields = ", ".join(f"{name} = {value}" for name, value in announced.items())
         export = f"; an export says {fields}" if fields else ""
         warnings.warn(
-            f"'{source.name}' holds {len(left_out)} tensors of layers that predict "
-            f"further tokens, from '{left_out[0]}' on. They are not modelled and left "
-            f"out{export}.",
+            f"'{source.name}' holds {len(left_out)} tensors of layers that are not "
+            "modelled, such as those that predict further tokens, from "
+            f"'{left_out[0]}' on. They are left out{export}.",
             stacklevel=4,
         )

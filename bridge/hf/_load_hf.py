@@ -26,9 +26,9 @@ def load_hf(
     Values are cast to the dtype of `like` between floating dtypes (bfloat16 files
     fill float32 main weights exactly; the other way rounds); any other difference of
     dtype is an error. Tensors or leaves without a counterpart are errors too. Layers
-    that predict further tokens, and other parts than the text part of a multimodal
-    model, are left out, with a warning. Quantized weights are decoded to the dtype of
-    the config first.
+    that predict further tokens or attend to images, and other parts than the text part
+    of a multimodal model, are left out, with a warning. Quantized weights are decoded
+    to the dtype of the config first.
 
     Args:
       path: Directory with `config.json` and files as `open_checkpoint` takes them, or

@@ -36,7 +36,7 @@ _WITHOUT = frozenset(
     | {"lfm3", "nemotron-nas", "minimax_m3_vl_text", "deepseek_v4"}
     | {"longcat_flash", "mimo_v2_flash", "kimi_linear", "cohere2_moe"}
     | {"olmo_hybrid", "recurrent_gemma", "xglm", "aria_text", "bitnet", "lara_mini"}
-    | {"bailing_hybrid", "laguna"}
+    | {"bailing_hybrid", "laguna", "mllama_text_model", "hy_v4"}
 )
 
 

@@ -17,12 +17,12 @@ MULTIMODAL = frozenset(
     granite_docling granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2
     idefics2 idefics3 instructblip instructblipvideo internvl janus kimi_k25 lfm2_vl
     lfm3_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision
-    minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 moss_transcribe_diarize
-    musicflamingo nemotron_h_omni omniasr ovis2 paddleocr_vl perception_lm
-    pp_chart2table qianfan_ocr qwen2_5_omni qwen2_5_omni_thinker qwen2_5_vl qwen2_audio
-    qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker
-    qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm vibevoice_asr video_llama_3 video_llava
-    vipllava voxtral
+    minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mllama
+    moss_transcribe_diarize musicflamingo nemotron_h_omni omniasr ovis2 paddleocr_vl
+    perception_lm pp_chart2table qianfan_ocr qwen2_5_omni qwen2_5_omni_thinker
+    qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe
+    qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm vibevoice_asr
+    video_llama_3 video_llava vipllava voxtral
     """.split()
 )
 # Why the text part of another is not the model of its family.

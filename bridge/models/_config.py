@@ -26,7 +26,7 @@ class DecoderConfig(DecoderFields):
     exported config equals the imported one.
 
     Args:
-      vocab_size: Number of rows of the embedding, including padding.
+      vocab_size: Number of logits, and of rows of the embedding, including padding.
       hidden_size: Width of the residual stream.
       intermediate_size: Width inside a dense MLP.
       num_hidden_layers: Number of layers.
@@ -45,6 +45,8 @@ class DecoderConfig(DecoderFields):
       norm_eps: Epsilon added to the mean square, or variance, under the root.
       norm_scale: Whether norms multiply by a scale.
       norm_bias: Whether norms of the residual stream add a bias.
+      norm_gate_rank: Width of the gates of norms, before each mixer and before
+        experts; None for norms without a gate.
       norm_placement: Position of the norms of attention and MLP: before (`pre`),
         after (`post`), before and after (`both`), before in the residual stream itself,
         which the norms replace (`in_stream`), one shared norm before both, which
@@ -123,6 +125,8 @@ class DecoderConfig(DecoderFields):
         current one.
       layer_types: What mixes the tokens of each layer, `none` where nothing does; None
         for all sliding if `sliding_window` is set, else all full attention.
+      unscored_tokens: Number of rows of the embedding behind those of `vocab_size`, of
+        tokens without a logit.
       scale_embeddings: Whether embeddings are multiplied by the root of `hidden_size`,
         rounded to their dtype.
       multipliers: Factors inside of layers; None for 1 everywhere.
@@ -338,4 +342,5 @@ _SIZES = (
     "attention_chunk_size",
     "dynamic_mask_size",
     "laurel_rank",
+    "norm_gate_rank",
 )

@@ -58,6 +58,10 @@ def inconsistencies(config: DecoderFields) -> list[str]:
     wrong += _inconsistent_value_heads(config)
     if config.logits_scaling == 0:
         wrong.append("logits_scaling 0 divides the logits")
+    if config.unscored_tokens < 0:
+        wrong.append(f"unscored_tokens {config.unscored_tokens} is negative")
+    if config.unscored_tokens and config.tie_word_embeddings:
+        wrong.append("unscored_tokens: a tied embedding scores all its rows")
     if config.mla and (kv_heads != heads or config.head_dim != config.mla.qk_head_dim):
         wrong.append(
             f"mla: num_key_value_heads {kv_heads} and head_dim {config.head_dim} "
@@ -243,11 +247,6 @@ def _inconsistent_features(config: DecoderFields) -> list[str]:
     scaled = config.norm_bias or config.qk_norm not in (None, "l2") or config.mla
     if not config.norm_scale and scaled:
         wrong.append("norm_scale False: neither norm_bias, qk_norm nor mla is set")
-    if config.attention_gate and config.mla:
-        if not config.attention_gate_per_head:
-            wrong.append("attention_gate: latent attention has attention_gate_per_head")
-        if config.indexer:
-            wrong.append("attention_gate: not beside indexer")
     if config.attention_gate_activation != "sigmoid" and not config.attention_gate:
         wrong.append("attention_gate_activation: attention_gate is not set")
     if config.attention_gate_per_head and not config.attention_gate:

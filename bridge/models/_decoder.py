@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
         """Makes what turns tokens into inputs of layers; None where there is none."""
         std, embed = config.initializer_range, config.hidden_size
         table = partial(Embedding, std=std, rngs=rngs, param_dtype=param_dtype)
-        self.embed_tokens = table(config.vocab_size, embed)
+        self.embed_tokens = table(config.vocab_size + config.unscored_tokens, embed)
         longest = config.max_position_embeddings + config.position_offset
         learned = config.learned_positions
         self.embed_positions = table(longest, embed) if learned else None

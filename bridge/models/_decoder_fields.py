@@ -83,6 +83,7 @@ class DecoderFields:
     norm_eps: float = 1e-6
     norm_scale: bool = True
     norm_bias: bool = False
+    norm_gate_rank: int | None = None
     norm_placement: NormPlacement = "pre"
     recurrent_norm_placement: Literal["pre", "post", "both"] | None = None
     hidden_act: Activation = "silu"
@@ -133,6 +134,7 @@ class DecoderFields:
     alibi_bias_max: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[LayerType, ...] | None = None
+    unscored_tokens: int = 0
     scale_embeddings: bool = False
     multipliers: MultipliersConfig | None = None
     embedding_multiplier: float = 1.0

@@ -90,7 +90,7 @@ class DecoderLayer(nnx.Module):
         products: LayerProducts = PLAIN,
     ):
         """Initializes the weights of one layer, without a layer dim."""
-        norms = make_norms(config, kind, param_dtype)
+        norms = make_norms(config, kind, rngs, param_dtype)
         self.input_layernorm, self.post_attention_layernorm = norms[:2]
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
         self.mixer, self.is_full = kind.mixer, kind.is_full
@@ -232,7 +232,7 @@ class DecoderLayer(nnx.Module):
         if self.mixer is None:
             return LayerOutput.of(*self._feed(x, experts), cache)
         if self.mixer_connection is not None:
-            return self._run_streams(x, experts, inputs, cache)
+            return self._run_streams(x, selected, experts, inputs, cache)
         if self.dense_branch is not None:
             return self._run_beside(self.dense_branch, x, experts, inputs, cache)
         predicted = None
@@ -243,15 +243,13 @@ class DecoderLayer(nnx.Module):
         x = self.mixer_residual.of(x, normed)
         normed_input = self.constrain(normed, "input")
         mixed = self._mix(normed, normed_input, cache, inputs)
-        if selected is not None and mixed.selected is not None:
-            selected = mixed.selected.astype(selected.dtype)
         residual = None if self.laurel is None else self.laurel(normed)
         stream, routed = self._add(x, normed_input, mixed.output, experts, residual)
         if self.per_layer_input is not None and inputs.own_input is not None:
             stream = self._add_input(stream, predicted, inputs.own_input)
         if self.layer_scalar is not None:
             stream = stream * jnp.expand_dims(self.layer_scalar[...], (0, 1))
-        after = stream if selected is None else SelectedStream(stream, selected)
+        after = mixed.beside_selected(stream, selected)
         if mixed.shared is not None:
             after = mixed.shared._replace(stream=stream)
         return LayerOutput.of(after, routed, mixed.cache)
@@ -259,6 +257,7 @@ class DecoderLayer(nnx.Module):
     def _run_streams(
         self,
         streams: Streams,
+        selected: Selected | None,
         experts: Experts | None,
         inputs: MixerInputs,
         cache: LayerState | None,
@@ -273,7 +272,8 @@ class DecoderLayer(nnx.Module):
         normed = self.constrain(_apply(self.pre_feedforward_layernorm, x), "input")
         y, routed = self._feedforward(normed, experts)
         streams = after.add(streams, self.constrain(y, "output"))
-        return LayerOutput.of(streams, routed, mixed.cache)
+        behind = mixed.beside_selected(streams, selected)
+        return LayerOutput.of(behind, routed, mixed.cache)
 
     def _run_behind(
         self,

@@ -15,6 +15,7 @@ from bridge.models._constrain import Constrain
 from bridge.models._delta_net import DeltaNet
 from bridge.models._differential_attention import DifferentialAttention
 from bridge.models._dynamic_mask_attention import DynamicMaskAttention
+from bridge.models._gated_norm import GatedNorm
 from bridge.models._hyper_connections import StreamEnds
 from bridge.models._indexed_attention import IndexedAttention
 from bridge.models._layer_kinds import LayerKind
@@ -70,13 +71,14 @@ class LayerNorms(NamedTuple):
 
 
 def make_norms(
-    config: DecoderConfig, kind: LayerKind, param_dtype: DTypeLike
+    config: DecoderConfig, kind: LayerKind, rngs: nnx.Rngs, param_dtype: DTypeLike
 ) -> LayerNorms:
     """Returns the norms before and after the mixer and MLP of a layer.
 
     Args:
       config: Config of the decoder.
       kind: Kind of the layer.
+      rngs: Source of keys.
       param_dtype: Dtype of the parameters.
     """
     placement = config.norm_placement
@@ -86,13 +88,17 @@ def make_norms(
     own = placement in ("pre", "both", "in_stream", "parallel_two")
     mixes, feeds = kind.mixer is not None, kind.channels is not None
 
-    def norm(exists: bool) -> Norm | None:
+    gated, sparse = config.norm_gate_rank is not None, kind.channels == "sparse"
+
+    def norm(exists: bool, has_gate: bool = False) -> Norm | None:
+        if exists and has_gate:
+            return GatedNorm(config, rngs=rngs, param_dtype=param_dtype)
         return make_norm(config, param_dtype) if exists else None
 
     return LayerNorms(
-        norm(before and mixes and kind.norms_mixer),
+        norm(before and mixes and kind.norms_mixer, gated),
         norm(after),
-        norm(own and feeds),
+        norm(own and feeds, gated and sparse),
         norm(after),
     )
 

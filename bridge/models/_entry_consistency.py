@@ -13,7 +13,7 @@ _NOT_BESIDE_ENTRIES = (
 )
 _NOT_BESIDE_STREAMS = (
     *("altup", "per_layer_input", "laurel_rank", "layer_scale", "kv_sharing"),
-    *("indexer", "mixer_only_layers"),
+    "mixer_only_layers",
 )
 
 

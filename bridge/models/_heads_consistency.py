@@ -24,17 +24,33 @@ def inconsistent_heads(config: DecoderFields) -> list[str]:
     given = [name for name in names if getattr(config, name)]
     if len(given) > 1:
         return [f"{' and '.join(given)}: one of both"]
-    wrong = _inconsistent_inner_norms(config) + [
-        f"{name}: not beside {other}"
-        for name in given
-        for other in _NOT_BESIDE
-        if getattr(config, other)
-    ]
+    wrong = (
+        _inconsistent_inner_norms(config)
+        + _inconsistent_gates(config)
+        + [
+            f"{name}: not beside {other}"
+            for name in given
+            for other in _NOT_BESIDE
+            if getattr(config, other)
+        ]
+    )
     if config.differential_attention and config.num_key_value_heads % 2:
         wrong.append(
             f"differential_attention: num_key_value_heads "
             f"{config.num_key_value_heads} is odd, and heads subtract in pairs"
         )
+    return wrong
+
+
+def _inconsistent_gates(config: DecoderFields) -> list[str]:
+    """Returns what is wrong with gates of norms, and of queries from one latent."""
+    wrong, rank = [], config.norm_gate_rank
+    if rank is not None and (config.norm_placement != "pre" or not config.norm_scale):
+        wrong.append("norm_gate_rank: norm_placement is 'pre', of norms with a scale")
+    if rank is not None and (config.norm_bias or config.residual_in_fp32):
+        wrong.append("norm_gate_rank: neither norm_bias nor residual_in_fp32 is set")
+    if config.mla and config.mla.gated_queries and config.attention_gate:
+        wrong.append("mla.gated_queries: attention_gate is another gate")
     return wrong
 
 

@@ -20,11 +20,11 @@ class StreamMix(NamedTuple):
     Attributes:
       expand: Weight of the output in each stream.
       mix: Weight of each stream before, in each stream behind; rows and columns sum
-        to 1.
+        to 1. None for streams that stay what they are.
     """
 
     expand: Float[Array, "batch seq streams"]
-    mix: Float[Array, "batch seq streams_in streams_out"]
+    mix: Float[Array, "batch seq streams_in streams_out"] | None
 
     def add(self, streams: Streams, output: Stream) -> Streams:
         """Returns the streams behind a part of a layer.
@@ -33,6 +33,9 @@ class StreamMix(NamedTuple):
           streams: Streams before it.
           output: Output of the part.
         """
+        if self.mix is None:  # added at least in float32
+            added = self.expand[..., None] * output[:, :, None]
+            return (streams + added).astype(streams.dtype)
         mix, expand = self.mix.astype(streams.dtype), self.expand.astype(streams.dtype)
         mixed = jnp.einsum("bsij,bsie->bsje", mix, streams)
         return mixed + expand[..., None] * output[:, :, None]
@@ -50,7 +53,8 @@ class HyperConnection(nnx.Module):
       param_dtype: Dtype of the parameters.
 
     Source: mHC (arXiv:2512.24880); transformers
-      `modeling_deepseek_v4.py::DeepseekV4HyperConnection`.
+      `modeling_deepseek_v4.py::DeepseekV4HyperConnection`,
+      `modeling_hy_v4.py::HYV4HyperConnection`.
     """
 
     def __init__(
@@ -60,8 +64,11 @@ class HyperConnection(nnx.Module):
         assert config.hyper_connections is not None
         self.sizes = config.hyper_connections
         count = self.sizes.num_streams
+        width, factors = count * (2 + count), 3
+        if self.sizes.independent:
+            width, factors = count * 2, 2
         self.projection = _StreamProjection(
-            config, count * (2 + count), 3, rngs=rngs, param_dtype=param_dtype
+            config, width, factors, rngs=rngs, param_dtype=param_dtype
         )
 
     def __call__(self, streams: Streams) -> tuple[Stream, StreamMix]:
@@ -79,7 +86,10 @@ class HyperConnection(nnx.Module):
             jnp.expand_dims(base, (0, 1)), [count, 2 * count], axis=-1
         )
         read = jax.nn.sigmoid(read * scale[0] + of_read) + eps
-        expand = 2 * jax.nn.sigmoid(expand * scale[1] + of_expand)
+        expand = jax.nn.sigmoid(expand * scale[1] + of_expand)
+        expand = self.sizes.expand_factor * expand
+        if self.sizes.independent:
+            return _sum(streams, read), StreamMix(expand + eps, None)
         mix = (mix * scale[2] + of_mix).reshape(*mix.shape[:-1], count, count)
         mix = _doubly_stochastic(mix, self.sizes)
         return _sum(streams, read), StreamMix(expand, mix)

@@ -80,8 +80,10 @@ class IndexedAttention(LatentAttention):
         if selected is None:
             return super().__call__(x, tables, segment_ids, window)
         query, key, value = self._project(x, tables)
-        mask = selected[:, None]
-        return self.o_proj(attend(query, key, value, self.scale, mask, None, None))
+        options = self._score_options(window)
+        scores = options["scale"], selected[:, None], options["softcap"]
+        out = attend(query, key, value, *scores, options["sinks"])
+        return self.o_proj(self._finish(out, x))
 
     def select(
         self,
@@ -128,11 +130,12 @@ class IndexedAttention(LatentAttention):
         """
         query, key, value = self._project(x, tables)
         selected, new = before, KeyValues(key, value)
+        options = self._score_options(None)
         if isinstance(cache, KeyValues):
             out, cache = attend_cached(
-                query, new, cache, slots, scale=self.scale, selected=_of_all(selected)
+                query, new, cache, slots, selected=_of_all(selected), **options
             )
-            return self.o_proj(out), cache, selected
+            return self.o_proj(self._finish(out, x)), cache, selected
         assert self.indexer is not None
         rows = jnp.arange(slots.shape[0])[:, None]
         keys = self.indexer.keys(x, tables)
@@ -143,9 +146,10 @@ class IndexedAttention(LatentAttention):
             selected = self.indexer.select(x, latent, keys, tables, mask)
         of_heads = _of_all(selected)
         out, attended = attend_cached(
-            query, new, cache.attention, slots, scale=self.scale, selected=of_heads
+            query, new, cache.attention, slots, selected=of_heads, **options
         )
-        return self.o_proj(out), IndexedKeyValues(attended, keys), selected
+        out = self.o_proj(self._finish(out, x))
+        return out, IndexedKeyValues(attended, keys), selected
 
 
 def _of_all(selected: Selected | None) -> Bool[Array, "batch 1 seq keys"] | None:

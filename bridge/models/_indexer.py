@@ -9,13 +9,10 @@ from bridge.models._config import DecoderConfig
 from bridge.models._linear import Linear
 from bridge.models._norm import Norm
 from bridge.models._position_tables import PositionTables
-from bridge.models._rope import apply_rope
+from bridge.models._rope import apply_rope, rotate_last
 
 IndexKeys = Float[Array, "batch keys index_dim"]
 Selected = Bool[Array, "batch seq keys"]
-
-# transformers uses this for the norm of the keys, regardless of the config.
-_NORM_EPS = 1e-6
 
 
 class Indexer(nnx.Module):
@@ -30,7 +27,8 @@ class Indexer(nnx.Module):
       rngs: Source of keys.
       param_dtype: Dtype of the parameters.
 
-    Source: transformers `modeling_deepseek_v32.py::DeepseekV32Indexer`.
+    Source: transformers `modeling_deepseek_v32.py::DeepseekV32Indexer`,
+      `modeling_hy_v4.py::HYV4Indexer`.
     """
 
     def __init__(
@@ -48,11 +46,11 @@ class Indexer(nnx.Module):
         self.q_proj = linear((mla.q_lora_rank,), (heads, width))
         self.k_proj = linear((embed,), (width,))
         self.k_norm = Norm(
-            (width,), "layer", _NORM_EPS, bias=True, param_dtype=param_dtype
+            (width,), "layer", sizes.norm_eps, bias=True, param_dtype=param_dtype
         )
         self.weights_proj = linear((embed,), (heads,))
         self.num_selected = sizes.num_selected
-        self.interleaved = sizes.interleaved
+        self.interleaved, self.rotates_last = sizes.interleaved, sizes.rotates_last
         self.scale = (heads * width) ** -0.5
 
     def keys(
@@ -95,7 +93,8 @@ class Indexer(nnx.Module):
 
     def _apply_rope(self, heads: Array, tables: PositionTables) -> Array:
         assert tables.cos is not None and tables.sin is not None
-        return apply_rope(heads, tables.cos, tables.sin, interleaved=self.interleaved)
+        turn = rotate_last if self.rotates_last else apply_rope
+        return turn(heads, tables.cos, tables.sin, interleaved=self.interleaved)
 
 
 def select_highest(

@@ -14,6 +14,8 @@ class IndexerConfig:
       head_dim: Width of its heads.
       num_selected: Number of keys that are selected for a query.
       interleaved: Whether the rope of its heads turns two adjacent dims.
+      rotates_last: Whether the last dims of its heads turn; else the first.
+      norm_eps: Epsilon of the norm of its keys.
 
     Raises:
       ValueError: If a field has an invalid value.
@@ -26,6 +28,8 @@ class IndexerConfig:
     head_dim: int
     num_selected: int
     interleaved: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
 
     def __post_init__(self):
         """Validates the fields."""

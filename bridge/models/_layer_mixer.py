@@ -10,7 +10,7 @@ from bridge.models._cache import Slots
 from bridge.models._causal_conv import Mask
 from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._constrain import Constrain
-from bridge.models._indexed_attention import IndexedAttention
+from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
 from bridge.models._layer_state import (
     AttentionMambaState,
@@ -76,6 +76,22 @@ class MixerOutput(NamedTuple):
     cache: LayerState | None
     selected: Selected | None = None
     shared: SharedStream | None = None
+
+    def beside_selected(
+        self, stream: Array, before: Array | None
+    ) -> Array | SelectedStream:
+        """Returns the stream behind the layer, beside keys that the next ones read.
+
+        Args:
+          stream: Residual stream, or streams, behind the layer.
+          before: Keys beside the stream before it; None if layers share none.
+        """
+        if before is None:
+            return stream
+        own = self.selected
+        return SelectedStream(
+            stream, before if own is None else own.astype(before.dtype)
+        )
 
 
 class StatefulMixer(Protocol):

@@ -19,6 +19,8 @@ class MLAConfig:
         the hidden state.
       scale_latents: Whether queries, and the normed latent vector of keys and values,
         are multiplied by the root of `hidden_size` over the rank they come from.
+      gated_queries: Whether queries are projected from their latent vector, normed and
+        not, together with a gate of each dim of the output of a head.
 
     Raises:
       ValueError: If a size is not a positive integer, or `qk_rope_head_dim` is odd.
@@ -33,6 +35,7 @@ class MLAConfig:
     v_head_dim: int
     q_lora_rank: int | None = None
     scale_latents: bool = False
+    gated_queries: bool = False
 
     def __post_init__(self):
         """Validates the sizes."""
@@ -42,6 +45,8 @@ class MLAConfig:
                 f"qk_rope_head_dim {self.qk_rope_head_dim} is odd, but rotary "
                 "embedding rotates pairs"
             ]
+        if not wrong and self.gated_queries and self.q_lora_rank is None:
+            wrong = ["gated_queries: q_lora_rank is None"]
         raise_if("MLAConfig", wrong)
 
     @property

@@ -113,20 +113,23 @@ def rotate_last(
     heads: Float[Array, "batch seq heads head_dim"],
     cos: Table,
     sin: Table,
+    *,
+    interleaved: bool = True,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotates the last dims of each head by pairs of two adjacent ones.
+    """Rotates pairs of the last dims of each head.
 
     Args:
       heads: Queries or keys.
       cos: Cosines from `rope_tables`.
       sin: Sines from `rope_tables`; negated to turn back.
+      interleaved: Whether pairs are adjacent dims, as for `apply_rope`.
 
     Returns:
       Rotated queries or keys.
     """
     kept = heads.shape[-1] - 2 * cos.shape[-1]
     rest, rotary = jnp.split(heads, [kept], axis=-1)
-    rotated = apply_rope(rotary, cos, sin, interleaved=True)
+    rotated = apply_rope(rotary, cos, sin, interleaved=interleaved)
     return jnp.concatenate([rest, rotated], axis=-1)
 
 

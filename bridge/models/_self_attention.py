@@ -253,7 +253,8 @@ class LatentAttention(SelfAttention):
 
     Source: transformers `modeling_deepseek_v3.py::DeepseekV3Attention`,
       `modeling_longcat_flash.py::LongcatFlashMLA`,
-      `modeling_bailing_hybrid.py::BailingHybridAttention`, for gates.
+      `modeling_bailing_hybrid.py::BailingHybridAttention`,
+      `modeling_hy_v4.py::HYV4Attention`, for gates.
     """
 
     def _make_projections(
@@ -271,15 +272,21 @@ class LatentAttention(SelfAttention):
             rank = (mla.q_lora_rank,)
             self.q_a_proj = linear(embed, rank, bias=bias)
             self.q_a_layernorm = norm(rank)
-            self.q_b_proj = linear(rank, (heads, mla.qk_head_dim))
+            if mla.gated_queries:
+                widths = (heads, mla.qk_head_dim + mla.v_head_dim)
+                self.q_gate_proj = linear((2 * mla.q_lora_rank,), widths)
+            else:
+                self.q_b_proj = linear(rank, (heads, mla.qk_head_dim))
+        self.gated_queries, self.qk_head_dim = mla.gated_queries, mla.qk_head_dim
         rank = (mla.kv_lora_rank,)
         width = mla.kv_lora_rank + mla.qk_rope_head_dim
         self.kv_a_proj_with_mqa = linear(embed, (width,), bias=bias)
         self.kv_a_layernorm = norm(rank)
         self.kv_b_proj = linear(rank, (heads, mla.qk_nope_head_dim + mla.v_head_dim))
         self.kv_rank, self.nope_head_dim = mla.kv_lora_rank, mla.qk_nope_head_dim
+        width = 1 if config.attention_gate_per_head else mla.v_head_dim
         gated = config.attention_gate
-        self.q_gate = linear((config.hidden_size,), (heads, 1)) if gated else None
+        self.q_gate = linear(embed, (heads, width)) if gated else None
         self.has_q_lora = mla.q_lora_rank is not None
         ranks = (mla.q_lora_rank or config.hidden_size, mla.kv_lora_rank)
         factors = [(config.hidden_size / rank) ** 0.5 for rank in ranks]
@@ -290,7 +297,9 @@ class LatentAttention(SelfAttention):
         x: Float[Array, "batch seq embed"],
         tables: PositionTables,
     ) -> tuple[Heads, Heads, Heads]:
-        if self.has_q_lora:
+        if self.gated_queries:
+            query = self._queries_and_gates(x)[0]
+        elif self.has_q_lora:
             query = self.q_b_proj(self._query_latent(x))
         else:
             query = self.q_proj(self.constrain(x, "input"))
@@ -313,7 +322,20 @@ class LatentAttention(SelfAttention):
             value,
         )
 
+    def _queries_and_gates(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> tuple[Heads, Heads]:
+        latent = self.constrain(self.q_a_proj(x), "tokens")
+        both = jnp.concatenate([self.q_a_layernorm(latent), latent], axis=-1)
+        heads = self.q_gate_proj(self.constrain(both, "input"))
+        query, gate = jnp.split(heads, [self.qk_head_dim], axis=-1)
+        return query, gate
+
     def _finish(self, out: Heads, x: Float[Array, "batch seq embed"]) -> Heads:
+        if self.gated_queries:
+            gate = self._queries_and_gates(x)[1]
+            wide = gate.astype(jnp.promote_types(gate.dtype, jnp.float32))
+            out = (out * jax.nn.sigmoid(wide)).astype(out.dtype)
         return super()._finish(
             out, x if self.q_gate is None else self.constrain(x, "input")
         )

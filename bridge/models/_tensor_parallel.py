@@ -18,6 +18,7 @@ _COLUMNS = {
     **{f"self_attn.{name}_proj.bias": -2 for name in "qkv"},
     "self_attn.o_a_proj.kernel": -4,
     "self_attn.q_gate.kernel": -2,
+    "self_attn.q_gate_proj.kernel": -2,
     "self_attn.q_gate.bias": -2,
     "gate_proj.kernel": -1,
     "up_proj.kernel": -1,
@@ -120,7 +121,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     if any(count % ranks for count in counts):
         whole += _KV
     added = config.per_layer_input
-    rows = [config.vocab_size, added.vocab_size if added else 0]
+    rows = [config.vocab_size, added.vocab_size if added else 0, config.unscored_tokens]
     if any(count % ranks for count in rows):
         whole += _VOCABULARY
     if config.delta_net is not None and config.delta_net.decay_by_dim:

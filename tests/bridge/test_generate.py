@@ -32,7 +32,7 @@ VARIANTS = [
     *("kimi_linear", "cohere2_moe", "olmo_hybrid", "recurrent_gemma"),
     *("diffllama", "doge", "persimmon", "xglm", "biogpt", "bitnet", "aria"),
     *("modernbert", "mistral4", "cohere_compass", "lara_mini", "bailing_hybrid"),
-    *("laguna", "zamba2"),
+    *("laguna", "zamba2", "mllama", "hy_v4", "axk2"),
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.

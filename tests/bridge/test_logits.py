@@ -30,6 +30,7 @@ from bridge.models import (
     RopeConfig,
     dot_product_attention,
 )
+from bridge.models._gated_norm import GatedNorm
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
 from bridge.models._self_attention import LatentAttention
@@ -111,6 +112,13 @@ PUBLISHED = {
         "olmo_hybrid",
         "model.layers.2.feedforward_layer_norm.weight",
     ): "model.layers.2.post_attention_layernorm.weight",
+}
+# transformers names the gates of Hy 4's MLPs as the released files name attention's.
+PUBLISHED |= {
+    ("hy_v4", f"model.layers.{at}.linear_gate.weight"): (
+        f"model.layers.{at}.gate_proj.weight"
+    )
+    for at in ("0.mlp", *(f"{layer}.mlp.shared_experts" for layer in (1, 2, 3)))
 }
 
 # Changes of one field that keep all shapes: each must be seen in the logits.
@@ -318,6 +326,18 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs of gated latents": ("bailing_hybrid", {"rope.interleaved": False}),
     "activation of gates": ("laguna", {"attention_gate_activation": "sigmoid"}),
     "scaling of experts beside gates": ("laguna", {"moe.routed_scaling_factor": 1.0}),
+    "pairs beside gated queries": ("axk2", {"rope.interleaved": False}),
+    "selected keys beside gated queries": ("axk2", {"indexer.num_selected": 12}),
+    "factor of independent streams": (
+        "hy_v4",
+        {"hyper_connections.expand_factor": 2.0},
+    ),
+    "epsilon of independent streams": ("hy_v4", {"hyper_connections.eps": 0.1}),
+    "first dims of an indexer": ("hy_v4", {"indexer.rotates_last": False}),
+    "epsilon of an indexer": ("hy_v4", {"indexer.norm_eps": 0.5}),
+    "number of selected keys beside sinks": ("hy_v4", {"indexer.num_selected": 12}),
+    "bound of experts beside streams": ("hy_v4", {"moe.swiglu_limit": None}),
+    "rope of texts beside images": ("mllama", {"rope": RopeConfig(500000.0)}),
     "rows of sines": ("xglm", {"position_offset": 1}),
     "scaled embeddings beside sines": ("xglm", {"embedding_multiplier": 6.5}),
     "scaled embeddings beside rows": ("biogpt", {"embedding_multiplier": 6.5}),
@@ -360,6 +380,22 @@ def without_gates_of_heads(model: Decoder) -> None:
     for _, module in nnx.iter_modules(model):
         if isinstance(module, LatentAttention):
             module.q_gate = None
+
+
+def without_gates_of_norms(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, GatedNorm):
+            module.gate_up.kernel = nnx.Param(
+                jnp.zeros_like(module.gate_up.kernel[...])
+            )
+
+
+def with_ungated_queries(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, LatentAttention):
+            kernel = module.q_gate_proj.kernel[...]
+            gates = kernel.at[..., module.qk_head_dim :].set(0)
+            module.q_gate_proj.kernel = nnx.Param(gates)
 
 
 def without_head_transform(model: Decoder) -> None:
@@ -420,7 +456,10 @@ def without_adapters_of_mlps(model: Decoder) -> None:
 
 # Parts that have weights, so that no config without them loads the same file.
 LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
+    "gates of norms": ("axk2", without_gates_of_norms),
+    "gates of queries": ("axk2", with_ungated_queries),
     "gates of latent attention": ("bailing_hybrid", without_gates_of_heads),
+    "gates of each dim of latent attention": ("hy_v4", without_gates_of_heads),
     "transform before the head": ("modernbert", without_head_transform),
     "bias of a tied head": ("modernbert", without_head_bias),
     "normed embeddings": ("bloom", without_embedding_norm),

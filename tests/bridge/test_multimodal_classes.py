@@ -98,6 +98,7 @@ TEXTS: dict[str, dict[str, Any]] = {
         # transformers reads it of `rope_parameters` alone here.
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
+    "mllama": {"cross_attention_layers": [1], "pad_token_id": 0},
     "glm4v": {"rope_parameters": _MROPE},
     "glm4v_moe": {"rope_parameters": _HALF, "n_routed_experts": 4, **_EXPERTS},
     "qwen2_5_omni_thinker": {"rope_parameters": _MROPE},
@@ -119,7 +120,7 @@ KINDS = {"mistral3": "ministral3"}
 MOST_UNLIKE = (
     *("aya_vision", "blip-2", "exaone4_5", "gemma3", "glm4v", "glm4v_moe", "glmasr"),
     *("granite_speech", "internvl", "lfm2_vl", "llava", "minicpmv4_6", "mistral3"),
-    "minimax_m3_vl",
+    *("minimax_m3_vl", "mllama"),
     *("nemotron_h_omni", "qwen2_audio", "qwen3_asr", "qwen3_omni_moe_thinker"),
 )
 OTHERS = (

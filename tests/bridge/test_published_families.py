@@ -56,7 +56,7 @@ def without_prefix(tensors, table: str):
 
 
 # Heads that transformers does not tie.
-UNTIED = dict.fromkeys(("gptj", "codegen", "dbrx"), "tie_word_embeddings")
+UNTIED = dict.fromkeys(("gptj", "codegen", "dbrx", "mllama"), "tie_word_embeddings")
 TIED = [variant for variant in VARIANTS if variant not in UNTIED]
 
 

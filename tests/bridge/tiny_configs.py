@@ -1323,6 +1323,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-2,
     },
+    "axk2": {
+        "model_type": "axk2",
+        **LATENT,
+        **INDEXER,
+        "gated_norm_rank": 6,
+    },
+    "hy_v4": {
+        "model_type": "hy_v4",
+        **{name: value for name, value in LATENT.items() if "first_k" not in name},
+        **INDEXER,
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "hc_mult": 3,
+        "hc_magnitude": 1.5,
+        "swiglu_limit": 1.0,
+    },
+    "mllama": {
+        "model_type": "mllama_text_model",
+        "cross_attention_layers": [],
+        "rope_parameters": LLAMA3_ROPE,
+    },
     "lfm2-biased": {
         "model_type": "lfm2",
         "num_hidden_layers": 3,

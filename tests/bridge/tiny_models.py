@@ -5,6 +5,7 @@ from pathlib import Path
 
 import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
 import helpers.mistral4  # noqa: F401  (makes it known to transformers)
+import helpers.mllama  # noqa: F401  (makes it known to transformers)
 import helpers.nemotron_nas  # noqa: F401  (makes it known to transformers)
 import numpy as np
 import torch
@@ -70,6 +71,9 @@ TABLES = (
 
 
 def hf_logits(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    # Kernels of torch round by the alignment of weights, which a file maps as it lies.
+    for weight in (*model.parameters(), *model.buffers()):
+        weight.data = weight.data.clone()
     with torch.no_grad():
         return model(torch.from_numpy(tokens)).logits.float().numpy()
 

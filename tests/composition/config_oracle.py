@@ -14,6 +14,7 @@ from typing import Any
 
 import helpers.deepseek_moe  # noqa: F401  (makes it known to transformers)
 import helpers.mistral4  # noqa: F401  (makes it known to transformers)
+import helpers.mllama  # noqa: F401  (makes it known to transformers)
 import helpers.nemotron_nas  # noqa: F401  (makes it known to transformers)
 import jax
 import jax.numpy as jnp
