@@ -222,9 +222,10 @@ def _run(command: Any) -> int:
 
 def _named(error: Exception, command: object) -> Exception:
     """Returns the error with the directory that has no space, if it names none."""
-    full = isinstance(error, OSError) and error.errno in _FULL and not error.filename
     target = getattr(command, "out", None) or getattr(command, "dst", None)
-    if not full or target is None:
+    if not isinstance(error, OSError) or error.errno not in _FULL:
+        return error
+    if error.filename is not None or target is None:
         return error
     return OSError(error.errno, error.strerror, str(target))
 

@@ -53,5 +53,6 @@ def make_metadata(
 
 def _absolute(hf: str | None) -> str | None:
     """Returns a directory from the root, where an adapter finds it; a hub id as is."""
-    is_directory = hf is not None and Path(hf).exists()
-    return str(Path(hf).absolute()) if is_directory else hf
+    if hf is None or not Path(hf).exists():
+        return hf
+    return str(Path(hf).absolute())

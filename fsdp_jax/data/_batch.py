@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from fsdp_jax._tree import PyTree, matches, named_leaves, unmatched
@@ -131,7 +132,7 @@ def place_batch(plan: Plan, batch: PyTree) -> PyTree:
 
 def _place_all(leaf: Any, sharding: NamedSharding) -> jax.Array:
     # Under a vmap `device_put` would split the mapped dim, which is none of the leaf's.
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return jax.lax.with_sharding_constraint(leaf, sharding)
     return jax.device_put(leaf, sharding)
 
