@@ -1,5 +1,8 @@
 """A decoder with a score head is the model of transformers that has one."""
 
+import helpers.mistral4  # noqa: F401  (makes it known to transformers)
+import helpers.mllama  # noqa: F401  (makes it known to transformers)
+import helpers.nemotron_nas  # noqa: F401  (makes it known to transformers)
 import jax
 import jax.numpy as jnp
 import numpy as np
