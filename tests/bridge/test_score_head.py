@@ -1,12 +1,10 @@
 """A decoder with a score head is the model of transformers that has one."""
 
-import helpers.mistral4  # noqa: F401  (makes it known to transformers)
-import helpers.mllama  # noqa: F401  (makes it known to transformers)
-import helpers.nemotron_nas  # noqa: F401  (makes it known to transformers)
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models  # noqa: F401  (makes all families known to transformers)
 import torch
 from flax import nnx
 from helpers.errors import facts
