@@ -196,7 +196,12 @@ _EXPERTS = experts("ffn.experts.{expert}.", gate="w1", up="w3", down="w2")
 
 
 def renamed(rules: Rules, names: Mapping[str, str]) -> Rules:
-    """Returns rules of tensors that have other names; those without one keep theirs."""
+    """Returns rules of tensors that have other names; those without one keep theirs.
+
+    Args:
+      rules: Rules by the names of transformers in memory.
+      names: Other names, by these.
+    """
     return tuple(
         dataclasses.replace(
             rule, source=tuple(names.get(name, name) for name in rule.sources)

@@ -9,6 +9,7 @@ from bridge.families._dim_sizes import Sizes, capture, sizes_of
 from bridge.families._field_transform import FieldTransform
 from bridge.models import DecoderConfig, LayerKind, LayerStack
 from bridge.rules._mapping import Mapping as WeightMapping
+from bridge.rules._mapping import is_ignored
 from bridge.rules._rules import Rule
 
 REQUIRED = object()
@@ -63,7 +64,11 @@ class Layers:
     left_out: Callable[[DecoderConfig], Collection[int]] = lambda _: ()
 
     def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Returns patterns of the tensors of layers that are left out."""
+        """Returns patterns of the tensors of layers that are left out.
+
+        Args:
+          config: Config of the decoder.
+        """
         return tuple(
             f"{self.prefix.format(layer=number)}**" for number in self.left_out(config)
         )
@@ -130,6 +135,8 @@ class Family:
       fields: Fields of `config.json` that are fields of `DecoderConfig`.
       key_mappings: How its checkpoints name their tensors; the first is what is
         written.
+      module_names: Index of the key mapping that has the names of transformers'
+        modules, by which adapters are written.
       transforms: Fields that are not one to one with those of `DecoderConfig`.
       constants: Values of all models of the family, by dotted names in
         `DecoderConfig`.
@@ -157,6 +164,7 @@ class Family:
     architecture: str
     fields: Mapping[str, Field]
     key_mappings: tuple[KeyMapping, ...]
+    module_names: int = 0
     transforms: tuple[FieldTransform, ...] = ()
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -176,6 +184,14 @@ class Family:
     def mapping(self, config: DecoderConfig) -> WeightMapping:
         """Returns the rules that hold for a config, with its sizes."""
         return self.mappings(config)[0]
+
+    def adapter_mapping(self, config: DecoderConfig) -> WeightMapping:
+        """Returns the rules by the names of modules, which adapters have.
+
+        Args:
+          config: Config of the decoder.
+        """
+        return self.mappings(config)[self.module_names]
 
     def mappings(self, config: DecoderConfig) -> tuple[WeightMapping, ...]:
         """Returns one mapping for each key_mapping."""
@@ -218,7 +234,9 @@ class Family:
             ]
             # What the file has weighs more: adapters have a part of the names. The
             # family's own come first, and are those of a file without any known one.
-            unknown, missing = len(held - expected.keys()), len(expected.keys() - held)
+            others_held = held - expected.keys()
+            unknown = sum(not is_ignored(key, mapping.ignore) for key in others_held)
+            missing = len(expected.keys() - held)
             is_known = unknown < len(held)
             return unknown, *((missing, len(others)) if is_known else ())
 

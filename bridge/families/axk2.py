@@ -1,8 +1,8 @@
 """A.X K2: DeepSeek-V3.2 with gates of norms, and of the output of attention.
 
 The gates of attention are projected with the queries, of their latent vector before and
-after its norm. Files with groups of experts are refused: the score of an expert of
-another group is 0 there, above one that its bias made negative.
+after its norm. The score of an expert of a group that is not chosen is 0, above one
+that its bias made negative.
 
 Source: transformers `configuration_axk2.py`, `modeling_axk2.py`.
 """
@@ -29,7 +29,6 @@ from bridge.families._hf_rope import rope
 from bridge.families._layer_types import first_dense_or_by_type
 from bridge.models import DecoderConfig, LayerKind
 
-_GROUPS = ("n_group", "topk_group")
 _MLP_NORM = ("post_attention_layernorm", "pre_feedforward_layernorm")
 
 
@@ -94,7 +93,8 @@ FAMILY = dataclasses.replace(
     model_type="axk2",
     architecture="AXK2ForCausalLM",
     fields={
-        **{name: field for name, field in _FIELDS.items() if name not in _GROUPS},
+        **_FIELDS,
+        **{name: Field(None, f"moe.{name}") for name in ("n_group", "topk_group")},
         **tokens(163691, 163691),
         "num_key_value_heads": Field(32),
         "max_position_embeddings": Field(131072),
@@ -120,14 +120,12 @@ FAMILY = dataclasses.replace(
     ),
     constants={
         "moe.scoring": "sigmoid",
+        "moe.group_scoring": "top2_sum_zeroed",
         "moe.correction_bias": True,
         "moe.float32_logits": True,
         "mla.gated_queries": True,
     },
-    fixed={
-        **{k: v for k, v in _BASE.fixed.items() if k != "mlp_bias"},
-        **dict.fromkeys(_GROUPS),
-    },
+    fixed={k: v for k, v in _BASE.fixed.items() if k != "mlp_bias"},
     passthrough={"output_router_logits": False},
     aliases={},
     left_out={},
@@ -135,5 +133,6 @@ FAMILY = dataclasses.replace(
         key_mapping(_layer(experts(), _PUBLISHED)),
         key_mapping(_layer(FUSED_EXPERTS, {})),
     ),
+    module_names=1,
     ignore=ignore_tied_head,
 )

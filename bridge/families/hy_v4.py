@@ -137,7 +137,6 @@ FAMILY = Family(
             n_group=("n_group", 1),
             topk_group=("topk_group", 1),
         ),
-        "num_key_value_heads": Field(32),
         "max_position_embeddings": Field(262144),
         "initializer_range": Field(0.006),
         "rms_norm_eps": Field(1e-5, ("norm_eps", "indexer.norm_eps")),
@@ -173,5 +172,6 @@ FAMILY = Family(
         _key_mapping(_RELEASED_OUTSIDE, _WRITTEN),
         _key_mapping({}, {}),
     ),
+    module_names=2,
     ignore=ignore_tied_head,
 )

@@ -84,4 +84,5 @@ FAMILY = Family(
         KeyMapping(_outer, Layers(_PREFIX, dense_layer)),
         KeyMapping(_outer, Layers(_PREFIX, dense_layer, _seeing_layers)),
     ),
+    module_names=1,
 )

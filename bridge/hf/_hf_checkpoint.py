@@ -132,9 +132,10 @@ def _warn_of_left_out(source: Source, mapping: Mapping, config: DecoderConfig) -
     if left_out:
         fields = ", ".join(f"{name} = {value}" for name, value in announced.items())
         export = f"; an export says {fields}" if fields else ""
+        further = all(is_ignored(key, FURTHER) for key in left_out)
+        which = "predict further tokens" if further else "are not modelled"
         warnings.warn(
-            f"'{source.name}' holds {len(left_out)} tensors of layers that are not "
-            "modelled, such as those that predict further tokens, from "
-            f"'{left_out[0]}' on. They are left out{export}.",
+            f"'{source.name}' holds {len(left_out)} tensors of layers that {which}, "
+            f"from '{left_out[0]}' on. They are left out{export}.",
             stacklevel=4,
         )

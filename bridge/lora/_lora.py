@@ -126,7 +126,7 @@ def save_lora(path: str | os.PathLike[str], lora: Lora, config: DecoderConfig) -
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"Cannot save to '{path}': it is not an empty directory.")
     family = find_family(config.model_type)
-    base, transposed = family.mapping(config), family.fan_in_fan_out
+    base, transposed = family.adapter_mapping(config), family.fan_in_fan_out
     modules = _modules(lora, base)
     weights = adapted_weights(base, modules, transposed=transposed)
     leaves = {

@@ -29,7 +29,7 @@ def lora_targets(config: DecoderConfig, modules: Collection[str]) -> dict[str, i
       >>> bridge.lora_targets(config, ["q_proj", "down_proj"])
       {'layers.self_attn.q_proj.kernel': 1, 'layers.mlp.down_proj.kernel': 1}
     """
-    base = find_family(config.model_type).mapping(config)
+    base = find_family(config.model_type).adapter_mapping(config)
     transposed = fan_in_fan_out(config)
     known = adaptable(base, transposed=transposed)
     if list(modules) == [ALL_LINEAR]:

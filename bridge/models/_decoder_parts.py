@@ -18,6 +18,7 @@ from bridge.models._dynamic_mask_attention import DynamicMaskAttention
 from bridge.models._gated_norm import GatedNorm
 from bridge.models._hyper_connections import StreamEnds
 from bridge.models._indexed_attention import IndexedAttention
+from bridge.models._latent_attention import LatentAttention
 from bridge.models._layer_kinds import LayerKind
 from bridge.models._lightning import LightningAttention
 from bridge.models._mamba import Mamba
@@ -26,7 +27,7 @@ from bridge.models._mlp import MLP
 from bridge.models._moe import Dispatch, MoE
 from bridge.models._norm import Norm
 from bridge.models._rg_lru import RGLRU
-from bridge.models._self_attention import LatentAttention, SelfAttention
+from bridge.models._self_attention import SelfAttention
 from bridge.models._shared_attention import SharedAttention
 from bridge.models._short_conv import ShortConv
 

@@ -36,7 +36,11 @@ class GatedNorm(Norm):
         self.gate_down, self.gate_up = linear(size, (rank,)), linear((rank,), size)
 
     def __call__(self, x: Float[Array, "batch seq *dims"]) -> Float[Array, "..."]:
-        """Normalizes the trailing dims, and gates them."""
+        """Normalizes the trailing dims, and gates them.
+
+        Args:
+          x: Residual stream.
+        """
         normed = super().__call__(x)
         gate = self.gate_up(jax.nn.silu(self.gate_down(normed)))
         wide = gate.astype(jnp.promote_types(gate.dtype, jnp.float32))

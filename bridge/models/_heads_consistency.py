@@ -49,6 +49,9 @@ def _inconsistent_gates(config: DecoderFields) -> list[str]:
         wrong.append("norm_gate_rank: norm_placement is 'pre', of norms with a scale")
     if rank is not None and (config.norm_bias or config.residual_in_fp32):
         wrong.append("norm_gate_rank: neither norm_bias nor residual_in_fp32 is set")
+    parts = ("dense_branch", "shared_blocks", "hyper_connections")
+    if rank is not None and (beside := [n for n in parts if getattr(config, n)]):
+        wrong.append(f"norm_gate_rank: beside {', '.join(beside)} norms have no gates")
     if config.mla and config.mla.gated_queries and config.attention_gate:
         wrong.append("mla.gated_queries: attention_gate is another gate")
     return wrong

@@ -1,5 +1,6 @@
 """Several residual streams that attention and MLP mix (hyper-connections)."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -164,8 +165,12 @@ class _StreamProjection(nnx.Module):
         init = nnx.initializers.normal(config.initializer_range, dtype=param_dtype)
         shape = (sizes.num_streams, config.hidden_size, width)
         self.kernel = nnx.Param(init(rngs.params(), shape))
-        self.base = nnx.Param(jnp.zeros(width, param_dtype))
-        self.scale = nnx.Param(jnp.ones(factors, param_dtype))
+        # Of independent streams about one is read at first, and outputs go to all.
+        read = -math.log(max(sizes.num_streams - 1, 1)) if sizes.independent else 0.0
+        base = jnp.zeros(width, param_dtype).at[: sizes.num_streams].set(read)
+        self.base = nnx.Param(base)
+        factor = 0.01 if sizes.independent else 1.0
+        self.scale = nnx.Param(jnp.full(factors, factor, param_dtype))
         self.norm_eps = config.norm_eps
 
     def __call__(self, streams: Streams) -> Float[Array, "batch seq width"]:

@@ -10,21 +10,21 @@ from bridge.models._attention import Window, attend, causal_mask
 from bridge.models._cache import Slots, attend_cached, visible_slots
 from bridge.models._config import DecoderConfig
 from bridge.models._indexer import Indexer, Selected
+from bridge.models._latent_attention import LatentAttention
 from bridge.models._layer_state import IndexedKeyValues, KeyValues
 from bridge.models._position_tables import PositionTables
-from bridge.models._self_attention import LatentAttention
 
 
 class SelectedStream(NamedTuple):
     """Residual stream beside the keys that the last indexer selected.
 
     Attributes:
-      stream: Residual stream.
+      stream: Residual stream, or several.
       selected: 1 for each selected key of a query, else 0; numbers, as a carry that is
         differentiated holds no others.
     """
 
-    stream: Float[Array, "batch seq embed"]
+    stream: Float[Array, "batch seq *streams embed"]
     selected: Float[Array, "batch seq keys"]
 
 
@@ -79,11 +79,11 @@ class IndexedAttention(LatentAttention):
         """
         if selected is None:
             return super().__call__(x, tables, segment_ids, window)
-        query, key, value = self._project(x, tables)
+        query, key, value, gate = self._project_gated(x, tables)
         options = self._score_options(window)
         scores = options["scale"], selected[:, None], options["softcap"]
         out = attend(query, key, value, *scores, options["sinks"])
-        return self.o_proj(self._finish(out, x))
+        return self.o_proj(self._finish(out, x, gate))
 
     def select(
         self,
@@ -128,14 +128,14 @@ class IndexedAttention(LatentAttention):
         Returns:
           Attention output, the cache with the new tokens, and the selected keys.
         """
-        query, key, value = self._project(x, tables)
+        query, key, value, gate = self._project_gated(x, tables)
         selected, new = before, KeyValues(key, value)
         options = self._score_options(None)
         if isinstance(cache, KeyValues):
             out, cache = attend_cached(
                 query, new, cache, slots, selected=_of_all(selected), **options
             )
-            return self.o_proj(self._finish(out, x)), cache, selected
+            return self.o_proj(self._finish(out, x, gate)), cache, selected
         assert self.indexer is not None
         rows = jnp.arange(slots.shape[0])[:, None]
         keys = self.indexer.keys(x, tables)
@@ -148,7 +148,7 @@ class IndexedAttention(LatentAttention):
         out, attended = attend_cached(
             query, new, cache.attention, slots, selected=of_heads, **options
         )
-        out = self.o_proj(self._finish(out, x))
+        out = self.o_proj(self._finish(out, x, gate))
         return out, IndexedKeyValues(attended, keys), selected
 
 

@@ -14,6 +14,7 @@ from bridge.models._batch_parts import BatchParts, join_carry, split_carry
 from bridge.models._causal_conv import Mask
 from bridge.models._config import DecoderConfig
 from bridge.models._decoder_layer import DecoderLayer
+from bridge.models._hyper_connections import Streams
 from bridge.models._indexed_attention import SelectedStream, select_all
 from bridge.models._layer_inputs import per_layer
 from bridge.models._layer_kinds import LayerStack
@@ -28,7 +29,7 @@ from bridge.models._shared_attention import SharedStream, share_nothing
 from bridge.models._shared_block import SharedBlock, SharedBlocks
 
 Scan = Callable[..., tuple[Any, Any]]
-Carry = Stream | SelectedStream | SharedStream | BatchParts
+Carry = Stream | Streams | SelectedStream | SharedStream | BatchParts
 Unit = Callable[..., tuple[Carry, Any]]
 
 

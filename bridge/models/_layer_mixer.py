@@ -12,6 +12,7 @@ from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._constrain import Constrain
 from bridge.models._indexed_attention import IndexedAttention, SelectedStream
 from bridge.models._indexer import Selected
+from bridge.models._latent_attention import LatentAttention
 from bridge.models._layer_state import (
     AttentionMambaState,
     CompressedKeyValues,
@@ -24,7 +25,7 @@ from bridge.models._multipliers_config import MultipliersConfig
 from bridge.models._position_tables import PositionTables
 from bridge.models._recurrence import Recurrence
 from bridge.models._scale import scale_by
-from bridge.models._self_attention import LatentAttention, SelfAttention
+from bridge.models._self_attention import SelfAttention
 from bridge.models._shared_attention import SharedAttention, SharedStream
 
 Stream = Float[Array, "batch seq embed"]

@@ -34,7 +34,9 @@ class MoEConfig:
         choose among all experts.
       topk_group: Number of groups that a token chooses.
       group_scoring: Score of a group: of its best expert (`max`), or the sum of its
-        best two (`top2_sum`).
+        best two (`top2_sum`). Experts of the other groups are not chosen with
+        `top2_sum`; with `max` and `top2_sum_zeroed` their scores are 0, above those
+        that a correction bias made negative.
       correction_bias: Whether a bias that no gradient trains is added to the scores
         for the choice of experts, but not to their weights.
       corrected_logits: Whether that bias is added to the logits, before `scoring`.
@@ -81,7 +83,7 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     n_group: int | None = None
     topk_group: int | None = None
-    group_scoring: Literal["max", "top2_sum"] = "max"
+    group_scoring: Literal["max", "top2_sum", "top2_sum_zeroed"] = "max"
     correction_bias: bool = False
     corrected_logits: bool = False
     router_bias: bool = False
@@ -171,8 +173,8 @@ class MoEConfig:
                 f"num_experts_per_tok {self.num_experts_per_tok}: {chosen} groups "
                 f"have only {chosen * size} experts"
             )
-        if self.group_scoring == "top2_sum" and size < 2:
-            wrong.append(f"group_scoring 'top2_sum' of groups of {size}")
+        if self.group_scoring != "max" and size < 2:
+            wrong.append(f"group_scoring '{self.group_scoring}' of groups of {size}")
         return wrong
 
 

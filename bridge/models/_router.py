@@ -166,12 +166,12 @@ def _mask_groups(scores: Array, config: MoEConfig) -> Array:
     if config.n_group is None or config.topk_group is None:
         return scores
     groups = scores.reshape(*scores.shape[:-1], config.n_group, -1)
-    # Masked scores are 0 or -inf, each as in the transformers model of that scoring.
     if config.group_scoring == "max":
-        group_scores, lost = groups.max(axis=-1), 0.0
+        group_scores = groups.max(axis=-1)
     else:
         group_scores = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
-        lost = -jnp.inf
+    # Masked scores are 0 or -inf, each as in the transformers model of that scoring.
+    lost = -jnp.inf if config.group_scoring == "top2_sum" else 0.0
     _, chosen = jax.lax.top_k(group_scores, config.topk_group)
     open_groups = jax.nn.one_hot(chosen, config.n_group, dtype=jnp.bool_).any(axis=-2)
     kept = jnp.broadcast_to(open_groups[..., None], groups.shape)

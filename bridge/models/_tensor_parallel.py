@@ -94,8 +94,9 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     Replicated on each rank, as a plan shows: norms of the residual stream, routers,
     attention sinks, learned positions, biases of projections split by rows, what
     layers project behind shared blocks, and in Mamba layers the norms and what groups
-    of heads share; keys and values, if their heads are not divisible by `ranks`;
-    embedding and head, if the vocabulary is not.
+    of heads share, gates of norms, and projections of several streams; keys and
+    values, if their heads are not divisible by `ranks`; embedding and head, if the
+    vocabulary is not, or the rows of `unscored_tokens` behind it.
 
     Args:
       config: Config of the decoder.

@@ -65,9 +65,13 @@ def make_run_id(
         return made
     directory.mkdir(parents=True, exist_ok=True)
     part = directory / f"{RUN_ID}.{secrets.token_hex(4)}.part"
-    with part.open("x") as file:
-        file.write(made)
-    write_through(part)
-    part.rename(directory / RUN_ID)
+    try:
+        with part.open("x") as file:
+            file.write(made)
+        write_through(part)
+        part.rename(directory / RUN_ID)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     write_through(directory)
     return made

@@ -7,6 +7,7 @@ and messages to stderr.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import errno
 import os
@@ -97,13 +98,15 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def run() -> NoReturn:
     """Runs the command of this process, and ends it with the status of `main`."""
     status = main()
-    if status != _INTERRUPTED:
+    # An interrupt also ends what reads the output: `main` then finds it closed.
+    if status not in (_INTERRUPTED, _CLOSED_PIPE):
         sys.exit(status)
     # XLA may still compile, in threads that Python's own end would take the memory
     # from: a segmentation fault, and its status.
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(status)
 
 

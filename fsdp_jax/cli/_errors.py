@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,12 @@ from typing import Any
 from fsdp_jax.checkpoint._orbax_handler import UNFINISHED
 from fsdp_jax.checkpoint._paths import as_path, is_local
 from fsdp_jax.checkpoint._run_id import RUN_ID
+from fsdp_jax.checkpoint._store_lease import NAME as LEASE
+
+# What a save that failed, or whose process was killed, leaves in an empty directory.
+_UNFINISHED = (
+    *(RUN_ID, f"{RUN_ID}.*.part", LEASE, f"{LEASE}.*.part", f"*{UNFINISHED}"),
+)
 
 
 class CheckFailed(Exception):
@@ -78,9 +85,13 @@ def check_unwritten(path: Path, option: str) -> None:
     """Raises a `ValueError` as `check_empty`, but for what a failed save left.
 
     The next save removes it, so that the command that failed can be run again.
+
+    Args:
+      path: Directory to be written.
+      option: Option that names it, for the message.
     """
     left = [child.name for child in path.iterdir()] if path.is_dir() else []
-    if all(name == RUN_ID or name.endswith(UNFINISHED) for name in left):
+    if all(any(fnmatch(name, pattern) for pattern in _UNFINISHED) for name in left):
         check_creatable(path, option)
     else:
         check_empty(path, option)

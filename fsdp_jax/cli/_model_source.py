@@ -12,6 +12,7 @@ import jax
 
 import bridge
 import fsdp_jax as fsdp
+from bridge.formats._json import parse_json
 from bridge.models import DecoderConfig
 from bridge.streaming._sidecars import find_sidecars
 from fsdp_jax._report import bytes_bar
@@ -81,6 +82,25 @@ class HuggingFace:
     def plan_import(self, like: PyTree | None) -> bridge.ImportPlan:
         """Returns the plan of `load_params`."""
         return bridge.plan(self.path, like, config=self.config)
+
+
+def name_for_adapters(origin: Any, given: str | None) -> str | None:
+    """Returns what an adapter of a model names as its base; None if nothing fits.
+
+    Its modules are those of a model of text. A model that sees has them elsewhere, and
+    a run or a checkpoint of Megatron's is no model that PEFT opens.
+
+    Args:
+      origin: Model.
+      given: Directory or hub id that it was opened by; None for a run that goes on.
+    """
+    if given is None or not isinstance(origin, HuggingFace):
+        return None
+    file = origin.files / "config.json"
+    fields = parse_json(file.read_bytes(), f"'{file}'") if file.is_file() else {}
+    if fields.get("model_type") != origin.config.model_type:
+        return None
+    return str(Path(given).absolute()) if Path(given).exists() else given
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import bridge
-from bridge.models import DecoderConfig
-from fsdp_jax.cli._model_source import Checkpoint
+from fsdp_jax.cli._model_source import Checkpoint, Origin, name_for_adapters
 from fsdp_jax.cli._train_config import TrainConfig
 from fsdp_jax.cli._training_data import TrainingData, fingerprint_of
 
@@ -17,7 +15,7 @@ BASE_MODEL = "base_model"
 
 
 def make_metadata(
-    model: DecoderConfig,
+    origin: Origin,
     config: TrainConfig,
     data: TrainingData,
     resumed: Checkpoint | None,
@@ -26,11 +24,11 @@ def make_metadata(
     """Makes the metadata of every step; checks that a resumed run has the same data.
 
     Args:
-      model: Config of the model.
+      origin: Model.
       config: Options that decide the numbers.
       data: Data from `read_data`.
       resumed: Step that the run goes on from; None for a new one.
-      hf: Model that a new run starts from, as given; None for no such model.
+      hf: Directory or hub id that a new run starts from; None for none.
 
     Raises:
       ValueError: If the data has other tokens than those of the resumed step.
@@ -42,17 +40,12 @@ def make_metadata(
             f"'{resumed.path}' was trained on. Give the same files in the same order, "
             "with the same tokenizer, template and eos_token."
         )
-    base = _absolute(hf) if resumed is None else resumed.metadata.get(BASE_MODEL)
+    base = name_for_adapters(origin, hf)
+    if resumed is not None:
+        base = resumed.metadata.get(BASE_MODEL)
     return {
         BASE_MODEL: base,
-        "config": bridge.to_hf_config(model),
+        "config": bridge.to_hf_config(origin.config),
         "train": dataclasses.asdict(config),
         "data_sha256": sha256,
     }
-
-
-def _absolute(hf: str | None) -> str | None:
-    """Returns a directory from the root, where an adapter finds it; a hub id as is."""
-    if hf is None or not Path(hf).exists():
-        return hf
-    return str(Path(hf).absolute())

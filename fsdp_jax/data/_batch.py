@@ -139,6 +139,8 @@ def _place_all(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Places rows of this process; device_put would compare those of all processes."""
+    if isinstance(leaf, Tracer):
+        return jax.lax.with_sharding_constraint(leaf, sharding)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     rows = np.asarray(leaf)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_helpers import assert_same_leaves, like_of, tensors_of
+from bridge_helpers import (
+    abstract_model,
+    assert_same_leaves,
+    like_of,
+    tensors_of,
+)
 from helpers.errors import facts
 from safetensors.numpy import save_file
 from tiny_configs import hf_fields
@@ -44,7 +52,6 @@ def test_all_names_are_read_and_published_ones_written(tmp_path, way):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"n_group": 2, "topk_group": 1}, ("n_group", 2)),
         ({"gated_norm_rank": 0}, ("norm_gate_rank", 0)),
         ({"q_lora_rank": None}, ("gated_queries", "q_lora_rank")),
         ({"moe_layer_freq": 2}, ("moe_layer_freq", 2)),
@@ -60,6 +67,7 @@ def test_what_is_not_modelled_is_refused(changes, said):
     [
         ({"norm_placement": "both"}, ("norm_gate_rank", "norm_placement")),
         ({"norm_bias": True}, ("norm_gate_rank", "norm_bias")),
+        ({"dense_branch": True}, ("norm_gate_rank", "dense_branch")),
         ({"attention_gate": True}, ("gated_queries", "attention_gate")),
     ],
 )
@@ -71,6 +79,33 @@ def test_gates_stand_beside_no_others(changes, said):
 def test_gated_queries_have_a_latent_vector():
     with pytest.raises(ValueError, match=facts("gated_queries", "q_lora_rank")):
         MLAConfig(8, 4, 4, 8, gated_queries=True)
+
+
+def test_queries_and_gates_are_projected_once():
+    config, tokens = config_of(), jnp.zeros((1, 8), jnp.int32)
+    traced = jax.make_jaxpr(lambda m: m(tokens))(abstract_model(config))
+    latent = 2 * config.mla.q_lora_rank
+    heads = config.mla.qk_head_dim + config.mla.v_head_dim
+    of_gates = rf"f32\[1,8,{config.num_attention_heads},{heads}\] = dot_general"
+    assert f"{latent},{config.num_attention_heads},{heads}" in str(traced)
+    assert len(re.findall(of_gates, str(traced))) == len(config.layer_stacks)
+
+
+def test_adapters_have_the_names_of_modules():
+    targets = bridge.lora_targets(config_of(), ["q_gate_proj", "fc1"])
+    assert any("q_gate_proj" in path for path in targets)
+    with pytest.raises(ValueError, match=facts("q_b_proj")):
+        bridge.lora_targets(config_of(), ["q_b_proj"])
+
+
+def test_megatron_has_no_gated_queries():
+    latent = dataclasses.replace(
+        bridge.from_hf_config(hf_fields("deepseek_v3", rms_norm_eps=1e-6)).mla,
+        gated_queries=True,
+    )
+    config = bridge.from_hf_config(hf_fields("deepseek_v3", rms_norm_eps=1e-6))
+    with pytest.raises(ValueError, match=facts("mla.gated_queries")):
+        to_transformer_config(dataclasses.replace(config, mla=latent))
 
 
 def test_megatron_has_no_such_model():

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from bridge_helpers import assert_same_leaves, like_of, tensors_of
+from flax import nnx
 from helpers.errors import facts
 from safetensors.numpy import save_file
 from tiny_configs import hf_fields
@@ -14,7 +15,8 @@ from tiny_configs import hf_fields
 import bridge
 from bridge.families import FAMILIES
 from bridge.megatron import to_transformer_config
-from bridge.models import DecoderConfig
+from bridge.models import Decoder, DecoderConfig
+from bridge.models._hyper_connections import HyperConnection
 
 # A layer with an MLP and one with experts, each with an indexer.
 FIELDS = hf_fields(
@@ -84,6 +86,24 @@ def test_every_fourth_layer_has_an_indexer_where_the_file_does_not_say():
 def test_what_is_not_modelled_is_refused(changes, said):
     with pytest.raises(ValueError, match=facts(*said)):
         config_of(**changes)
+
+
+def test_there_are_as_many_keys_as_queries_where_the_file_does_not_say():
+    fields = {k: v for k, v in FIELDS.items() if k != "num_key_value_heads"}
+    assert bridge.from_hf_config(fields).num_key_value_heads == 4
+
+
+def test_streams_begin_as_in_transformers():
+    model = Decoder(config_of(), rngs=nnx.Rngs(0))
+    first = next(
+        module.projection
+        for _, module in nnx.iter_modules(model)
+        if isinstance(module, HyperConnection)
+    )
+    count = config_of().hyper_connections.num_streams
+    np.testing.assert_allclose(first.scale[...], 0.01)
+    np.testing.assert_allclose(first.base[...][..., :count], -np.log(count - 1))
+    np.testing.assert_array_equal(first.base[...][..., count:], 0.0)
 
 
 def test_megatron_has_no_such_model():

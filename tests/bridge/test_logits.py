@@ -31,9 +31,9 @@ from bridge.models import (
     dot_product_attention,
 )
 from bridge.models._gated_norm import GatedNorm
+from bridge.models._latent_attention import LatentAttention
 from bridge.models._mamba1 import Mamba1
 from bridge.models._mlp import MLP
-from bridge.models._self_attention import LatentAttention
 from bridge.models._shared_attention import SharedAttention
 from bridge.models._shared_block import BlockAdapters
 

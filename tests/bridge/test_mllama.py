@@ -11,6 +11,7 @@ import pytest
 from bridge_helpers import load_model, logits_of, tensors_of
 from flax import nnx
 from helpers.errors import facts
+from safetensors.numpy import load_file
 from tiny_configs import SIZES, hf_fields
 from tiny_models import HFModel, hf_logits, make_model
 from transformers import AutoModelForCausalLM
@@ -92,6 +93,7 @@ def test_an_export_is_read_as_it_was_written(tmp_path, seeing, of_export):
     assert all(len(names) == 3 for names in tensors)
 
 
+@pytest.mark.filterwarnings("ignore:.*cross_attention_layers")
 def test_other_layers_than_those_of_the_file_are_refused(seeing):
     fields = json.loads((seeing.path / "config.json").read_text()) | {FIELD: [2, 3]}
     with pytest.raises(ValueError, match=facts("model.layers.1.self_attn")):
@@ -126,3 +128,32 @@ def test_a_tied_embedding_has_no_rows_without_a_logit():
         bridge.to_hf_config(dataclasses.replace(config, unscored_tokens=0))
     with pytest.raises(ValueError, match=facts("unscored_tokens", 8)):
         to_transformer_config(config)
+
+
+@pytest.mark.filterwarnings("ignore:.*cross_attention_layers")
+@pytest.mark.parametrize("layers", [[4], [3, 4], [0]])
+def test_layers_that_see_may_be_the_last(tmp_path, layers):
+    """Then the other layers are counted as those of a model without them."""
+    model = make_model(tmp_path, "mllama", num_hidden_layers=5, **{FIELD: layers})
+    ours = logits_of(load_model(model.path), model.tokens)
+    assert relative_error(ours, model.logits) <= RELATIVE
+
+
+@pytest.mark.parametrize("layers, numbers", [(SEEING, {0, 2, 4}), ([], range(5))])
+def test_an_adapter_counts_the_layers_of_its_base(tmp_path, layers, numbers):
+    config = bridge.from_hf_config(
+        hf_fields("mllama", num_hidden_layers=5, **{FIELD: layers})
+    )
+    leaf = "layers.mlp.down_proj.kernel"
+    sizes = (config.intermediate_size, 4), (4, config.hidden_size)
+    factors = {
+        name: np.random.default_rng(0).normal(size=(len(numbers), *size)).astype("f4")
+        for name, size in zip(("lora_a", "lora_b"), sizes, strict=True)
+    }
+    lora = bridge.Lora(bridge.LoraConfig(4, 8), {leaf: factors}, {})
+    bridge.save_lora(tmp_path / "adapter", lora, config)
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {int(name.split("layers.")[1][0]) for name in names} == set(numbers)
+    again = bridge.load_lora(tmp_path / "adapter", config)
+    for name, array in factors.items():
+        np.testing.assert_array_equal(again.factors[leaf][name], array)

@@ -1329,6 +1329,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **INDEXER,
         "gated_norm_rank": 6,
     },
+    "axk2-groups": {
+        "model_type": "axk2",
+        **LATENT,
+        **INDEXER,
+        "gated_norm_rank": 6,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "hy_v4": {
         "model_type": "hy_v4",
         **{name: value for name, value in LATENT.items() if "first_k" not in name},

@@ -11,6 +11,7 @@ import bridge
 import fsdp_jax as fsdp
 from fsdp_jax.cli import main
 from fsdp_jax.cli._decoder import plan_decoder
+from fsdp_jax.cli._model_source import HuggingFace, Megatron, name_for_adapters
 
 LORA = ["--lora-rank", "2", "--lora-alpha", "8", "--base-dtype", "nf4"]
 
@@ -101,3 +102,17 @@ def test_a_run_without_lora_has_no_adapter(trained, tmp_path, capsys):
     out = str(tmp_path / "out")
     assert main(["export", str(trained.save), out, "--adapter"]) == 2
     assert "was not trained with --lora-rank" in capsys.readouterr().err
+
+
+def test_an_adapter_names_models_of_text_alone(llama, tmp_path):
+    config = bridge.from_hf_config(llama)
+    origin = HuggingFace(llama, config)
+    assert name_for_adapters(origin, str(llama)) == str(llama)
+    assert name_for_adapters(origin, "meta-llama/Llama-3.2-1B") == (
+        "meta-llama/Llama-3.2-1B"
+    )
+    assert name_for_adapters(Megatron(llama, config), str(llama)) is None
+    assert name_for_adapters(origin, None) is None
+    seeing = {"model_type": "llava", "text_config": {"model_type": "llama"}}
+    (tmp_path / "config.json").write_text(json.dumps(seeing))
+    assert name_for_adapters(HuggingFace(tmp_path, config), str(tmp_path)) is None

@@ -8,11 +8,13 @@ import jax
 import pytest
 from flax import nnx
 from helpers.damage import ORBAX_FAILS_NOISILY, file_size_limited
+from helpers.errors import facts
 from tiny_configs import FAMILIES, hf_fields
 
 import bridge
 from bridge.models import Decoder
 from fsdp_jax.cli import main
+from fsdp_jax.cli._errors import check_unwritten
 
 
 def write(path, config, *, scale=1.0, only="", seed=0):
@@ -48,6 +50,25 @@ def test_an_imported_model_is_exported_byte_for_byte(mixed, imported, tmp_path):
     assert sorted(a.keys()) == sorted(b.keys())
     for key in a.keys():
         assert a.read(key).tobytes() == b.read(key).tobytes()
+
+
+@pytest.mark.parametrize(
+    "left, free",
+    [
+        (("run_id", "writer.json", "0.orbax-checkpoint-tmp"), True),
+        (("run_id.abcd1234.part", "writer.json.0123456789abcdef.part"), True),
+        (("run_id", "config.json"), False),
+        (("0",), False),
+    ],
+)
+def test_what_a_save_left_is_in_no_ones_way(tmp_path, left, free):
+    for name in left:
+        (tmp_path / name).write_text("")
+    if free:
+        check_unwritten(tmp_path, "OUT")
+    else:
+        with pytest.raises(ValueError, match=facts("OUT", tmp_path)):
+            check_unwritten(tmp_path, "OUT")
 
 
 @ORBAX_FAILS_NOISILY

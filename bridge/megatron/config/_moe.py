@@ -49,6 +49,8 @@ def _write_latent(config: DecoderConfig) -> dict[str, Any]:
         )
     if mla.scale_latents:
         raise ValueError("mla.scale_latents = True: it scales no latent vectors")
+    if mla.gated_queries:
+        raise ValueError("mla.gated_queries = True: its queries have no gates")
     sizes = {
         theirs: getattr(mla, ours.removeprefix("mla."))
         for theirs, ours in _LATENT.items()

@@ -164,7 +164,7 @@ class Train:
         _check_pairs(self, config)
         plan = _make_plan(self, config, origin, mesh)
         data = read_data(self.data, origin, config.data, _share(self))
-        metadata = make_metadata(origin.config, config, data, resumed, self.start.hf)
+        metadata = make_metadata(origin, config, data, resumed, self.start.hf)
         batches = batches_of(data, config.data, fsdp.host_shard(mesh))
         _say_inputs(plan, data, config, self.steps)
         run = dataclasses.replace(
