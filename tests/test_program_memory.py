@@ -21,7 +21,8 @@ def test_programs_are_let_go_of_where_more_is_mapped():
     compile_many(100)
     with_programs = count_maps()
     assert let_go(with_programs - 1)
-    assert count_maps() - before < (with_programs - before) / 2
+    # jaxlib 0.12 maps a hundred programs in no piece of their own.
+    assert count_maps() - before <= (with_programs - before) / 2
 
 
 def test_programs_are_kept_below(monkeypatch):
