@@ -1,9 +1,9 @@
 """Lets go of compiled programs before the kernel maps no more of them.
 
 XLA:CPU of jaxlib 0.10 maps about four pieces of memory for each program it compiles,
-and jax keeps each program that a live function compiled. Linux allows a process 65,530 maps; past
-that, the compiler ends with a segmentation fault rather than an error, and with it the
-worker that has run thousands of tests.
+and jax keeps each program that a live function compiled. Linux allows a process 65,530
+maps; past that, the compiler ends with a segmentation fault rather than an error, and
+with it the worker that has run thousands of tests.
 """
 
 from __future__ import annotations
