@@ -47,7 +47,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "cohere2": _sizes(256000, 8192, 22528, 40, 64),
     "cohere_compass_text": _sizes(256000, 8192, 22528, 40, 64),
     "mistral4": _sizes(131072, 4096, 12288, 36, 32),
-    "mllama_text_model": _sizes(128256, 4096, 14336, 40, 32),
+    "mllama_text_model": _sizes(128256, 4096, 14336, None, 32),
     "exaone4": _sizes(102400, 4096, 16384, 32, 32),
     "hyperclovax": _sizes(32000, 4096, 11008, 32, 32),
     "lfm2": _sizes(65536, 2560, None, 32, 32),

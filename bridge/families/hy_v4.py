@@ -33,7 +33,7 @@ from bridge.models import DecoderConfig, LayerKind
 from bridge.rules._rules import Rule
 
 _TYPES, _EVERY = "indexer_types", 4
-_LIMIT = "swiglu_limit"
+_LIMIT, _KEYS = "swiglu_limit", "num_key_value_heads"
 
 
 def _read_types(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ FAMILY = Family(
     model_type="hy_v4",
     architecture="HYV4ForCausalLM",
     fields={
-        **_deepseek.FIELDS,
+        **{name: field for name, field in _deepseek.FIELDS.items() if name != _KEYS},
         **deepseek_v32.INDEXER,
         **tokens(120000, 120025, 120002),
         **moe(
@@ -154,6 +154,13 @@ FAMILY = Family(
         deepseek_v32.TYPES,
         FieldTransform(
             (_TYPES,), _read_types, glm_moe_dsa.INDEXER_TYPES.write, {_TYPES: None}
+        ),
+        # Of latent keys, whatever a file says.
+        FieldTransform(
+            (_KEYS,),
+            lambda fields: {_KEYS: fields["num_attention_heads"]},
+            lambda config: {_KEYS: config.num_key_value_heads},
+            {_KEYS: 32},
         ),
         FieldTransform((_LIMIT,), _read_limit, _write_limit, {_LIMIT: 10.0}),
     ),

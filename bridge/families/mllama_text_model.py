@@ -74,6 +74,7 @@ FAMILY = Family(
             (_LAYERS, _SEEING),
             _read_layers,
             lambda config: {_LAYERS: config.num_hidden_layers},
+            {_LAYERS: 40},
         ),
     ),
     constants={"unscored_tokens": _ROWS_OF_IMAGES},

@@ -47,9 +47,9 @@ class LoraConfig:
       alpha_pattern: Values of `lora_alpha` of modules, likewise.
       fan_in_fan_out: Whether the file says that the base model stores weights as
         `[in, out]`, like GPT-2. It is kept; what the base stores decides, as in PEFT.
-      base_model_name_or_path: Directory or hub id of the base model; None for unsaid.
       use_dora: Whether the adapter has a magnitude for each output beside its factors
         (DoRA). Such an adapter is merged and not kept beside the weights.
+      base_model_name_or_path: Directory or hub id of the base model; None for unsaid.
       fields: All fields of the file that was read, kept for saving.
 
     Examples:

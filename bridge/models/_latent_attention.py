@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
@@ -122,12 +121,8 @@ class LatentAttention(SelfAttention):
         x: Float[Array, "batch seq embed"],
         gate: Heads | None = None,
     ) -> Heads:
-        if gate is not None:
-            wide = gate.astype(jnp.promote_types(gate.dtype, jnp.float32))
-            out = (out * jax.nn.sigmoid(wide)).astype(out.dtype)
-        return super()._finish(
-            out, x if self.q_gate is None else self.constrain(x, "input")
-        )
+        x = x if self.q_gate is None else self.constrain(x, "input")
+        return super()._finish(out, x, gate)
 
     def _query_latent(
         self, x: Float[Array, "batch seq embed"]

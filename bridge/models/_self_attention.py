@@ -145,7 +145,9 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "batch seq embed"],
         gate: Heads | None = None,
     ) -> Heads:
-        assert gate is None, "gates made with the queries are latent attention's"
+        if gate is not None:
+            wide = gate.astype(jnp.promote_types(gate.dtype, jnp.float32))
+            out = (out * jax.nn.sigmoid(wide)).astype(out.dtype)
         if self.q_gate is not None:
             out = out * self.gate_activation(self.q_gate(x))
         return out if self.inner_norm is None else self.inner_norm(out)

@@ -77,7 +77,6 @@ def test_every_fourth_layer_has_an_indexer_where_the_file_does_not_say():
         ({"swiglu_limit": None}, ("swiglu_limit", None)),
         ({"hc_mult": 1}, ("num_streams", 1)),
         ({"hc_eps": -1.0}, ("eps", -1.0)),
-        ({"num_key_value_heads": 2}, ("num_key_value_heads", 2, 4)),
         ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'")),
         ({"n_shared_experts": 0}, ("n_shared_experts", 0)),
         ({"layer_types": ["full_attention"] * 2}, ("layer_types",)),
@@ -88,9 +87,10 @@ def test_what_is_not_modelled_is_refused(changes, said):
         config_of(**changes)
 
 
-def test_there_are_as_many_keys_as_queries_where_the_file_does_not_say():
+def test_there_are_as_many_keys_as_queries_whatever_the_file_says():
     fields = {k: v for k, v in FIELDS.items() if k != "num_key_value_heads"}
     assert bridge.from_hf_config(fields).num_key_value_heads == 4
+    assert config_of(num_key_value_heads=2) == config_of()
 
 
 def test_streams_begin_as_in_transformers():
