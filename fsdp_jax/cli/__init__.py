@@ -103,11 +103,13 @@ def run() -> NoReturn:
         sys.exit(status)
     # XLA may still compile, in threads that Python's own end would take the memory
     # from: a segmentation fault, and its status.
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
+    try:
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
