@@ -299,3 +299,18 @@ def _same(
 ) -> Rules:
     bias = f"{dim} -> {dim}" if biased else None
     return linear(at + name, to + name, kernel, bias)
+
+
+def renamed(rules: Rules, names: Mapping[str, str]) -> Rules:
+    """Returns rules of tensors that have other names; those without one keep theirs.
+
+    Args:
+      rules: Rules by the names of transformers in memory.
+      names: Other names, by these.
+    """
+    return tuple(
+        dataclasses.replace(
+            rule, source=tuple(names.get(name, name) for name in rule.sources)
+        )
+        for rule in rules
+    )

@@ -4,7 +4,6 @@ transformers has names in memory that are not those of the released files. What 
 writes has the names of the releases in layers, and its own around them.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 from bridge.families._blocks import (
@@ -15,6 +14,7 @@ from bridge.families._blocks import (
     linear,
     norm,
     outside,
+    renamed,
 )
 from bridge.families._family import KeyMapping, Layers
 from bridge.models import DecoderConfig, LayerKind
@@ -193,21 +193,6 @@ _NAMES_OF_RELEASES: Mapping[str, str] = {
 # What transformers calls the norm of keys in layers that it writes.
 _NAMES_WRITTEN = {**_NAMES_OF_RELEASES, "self_attn.kv_norm.weight": "attn.norm.weight"}
 _EXPERTS = experts("ffn.experts.{expert}.", gate="w1", up="w3", down="w2")
-
-
-def renamed(rules: Rules, names: Mapping[str, str]) -> Rules:
-    """Returns rules of tensors that have other names; those without one keep theirs.
-
-    Args:
-      rules: Rules by the names of transformers in memory.
-      names: Other names, by these.
-    """
-    return tuple(
-        dataclasses.replace(
-            rule, source=tuple(names.get(name, name) for name in rule.sources)
-        )
-        for rule in rules
-    )
 
 
 def _outer(

@@ -234,8 +234,8 @@ class Family:
             ]
             # What the file has weighs more: adapters have a part of the names. The
             # family's own come first, and are those of a file without any known one.
-            others_held = held - expected.keys()
-            unknown = sum(not is_ignored(key, mapping.ignore) for key in others_held)
+            extra = held - expected.keys()
+            unknown = sum(not is_ignored(key, mapping.ignore) for key in extra)
             missing = len(expected.keys() - held)
             is_known = unknown < len(held)
             return unknown, *((missing, len(others)) if is_known else ())

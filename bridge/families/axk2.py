@@ -20,9 +20,9 @@ from bridge.families._blocks import (
     linear,
     mlp,
     norm,
+    renamed,
     router,
 )
-from bridge.families._deepseek_v4_rules import renamed
 from bridge.families._family import Field
 from bridge.families._fields import tokens
 from bridge.families._hf_rope import rope

@@ -21,9 +21,10 @@ from bridge.families._blocks import (
     mlp,
     norms,
     outside,
+    renamed,
     router,
 )
-from bridge.families._deepseek_v4_rules import connection, renamed
+from bridge.families._deepseek_v4_rules import connection
 from bridge.families._family import Family, Field, KeyMapping, Layers
 from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import moe, tokens
@@ -155,7 +156,7 @@ FAMILY = Family(
         FieldTransform(
             (_TYPES,), _read_types, glm_moe_dsa.INDEXER_TYPES.write, {_TYPES: None}
         ),
-        # Of latent keys, whatever a file says.
+        # Each head has keys of its own, whatever a file says: transformers sets it so.
         FieldTransform(
             (_KEYS,),
             lambda fields: {_KEYS: fields["num_attention_heads"]},

@@ -92,11 +92,11 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
     projections to heads are split, those to latent vectors are not.
 
     Replicated on each rank, as a plan shows: norms of the residual stream, routers,
-    attention sinks, learned positions, biases of projections split by rows, what
-    layers project behind shared blocks, and in Mamba layers the norms and what groups
-    of heads share, gates of norms, and projections of several streams; keys and
-    values, if their heads are not divisible by `ranks`; embedding and head, if the
-    vocabulary is not, or the rows of `unscored_tokens` behind it.
+    attention sinks, learned positions, biases of projections split by rows, gates of
+    norms, projections of several streams, what layers project behind shared blocks, and
+    in Mamba layers the norms and what groups of heads share; keys and values, if their
+    heads are not divisible by `ranks`; embedding and head, if the vocabulary is not, or
+    the rows of `unscored_tokens` behind it.
 
     Args:
       config: Config of the decoder.
