@@ -38,7 +38,11 @@ from fsdp_jax.checkpoint._multihost import (
 )
 from fsdp_jax.checkpoint._orbax_store import atomicity
 from fsdp_jax.checkpoint._paths import as_path, files_in, is_local, remove_tree
-from fsdp_jax.checkpoint._replace import finish_replacements, is_step_name
+from fsdp_jax.checkpoint._replace import (
+    finish_replacements,
+    is_committed,
+    is_step_name,
+)
 from fsdp_jax.checkpoint._seal_exchange import Sealing, take_seals
 from fsdp_jax.checkpoint._store_path import COMMIT_MARKER
 from fsdp_jax.checkpoint._zarr import crop, zarr_metadata
@@ -213,13 +217,28 @@ _questions = itertools.count(1)
 
 
 class _Manager(ocp.CheckpointManager):
-    """Manager that numbers its questions whether to stop from 1, and not by steps.
+    """Manager that removes no step before a newer one is committed.
 
-    Processes stop at the question after the last that any of them had asked at the
-    signal, which is 1 before the first. By steps a resumed run would never ask that.
+    Orbax removes the steps that the preservation policy gives up once every process has
+    written what it could, also if what one of them wrote is no step: see `finalize`.
+
+    It numbers its questions whether to stop from 1, and not by steps. Processes stop at
+    the question after the last that any of them had asked at the signal, which is 1
+    before the first. By steps a resumed run would never ask that.
     """
 
     _stops = False
+
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        """Commits a step, and then removes those that it replaces.
+
+        Args:
+          step: Step that is being saved.
+          steps_to_remove: Steps that the policy gives up for it.
+        """
+        super()._finalize(step, [])
+        if steps_to_remove and is_committed(as_path(self.directory) / str(step)):
+            self._checkpoint_deleter.delete_steps(steps_to_remove)
 
     def must_stop(self) -> bool:
         """Asks whether all processes are to stop now; once after each step."""
@@ -240,6 +259,7 @@ def manager(
     Raises:
       DamagedCheckpointError: If Orbax cannot read its own notes of a step.
     """
+    _check_is_known()
     directory = as_path(path).absolute()  # Orbax rejects relative paths.
     given = ocp.CheckpointManagerOptions(
         create=True, atomicity_options=atomicity(directory), **options
@@ -255,6 +275,15 @@ def manager(
         raise
     with made as opened:
         yield opened
+
+
+def _check_is_known() -> None:
+    """Raises if Orbax removes steps in another way than `_Manager` replaces."""
+    if not hasattr(ocp.CheckpointManager, "_finalize"):
+        raise RuntimeError(
+            f"orbax-checkpoint {ocp.__version__} may remove old steps before a new one "
+            "is committed: use a version that fsdp_jax was tested with."
+        )
 
 
 def _mistyped_notes(directory: Any) -> list[str]:

@@ -7,6 +7,7 @@ takes its name. The next save completes a replacement that was interrupted.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -68,11 +69,20 @@ def finish_replacements(path: Path) -> None:
     for new in _replacing(path):
         folder = path / new.name.removesuffix(_NEW)
         if folder.exists():
-            folder.rename(path / f"{folder.name}{_OLD}")
+            folder.rename(_free_name(path, folder.name))
         new.rename(folder)
-    for old in _with_suffix(path, _OLD):
-        if is_committed(path / old.name.removesuffix(_OLD)):
+    for old in path.glob(f"*{_OLD}*"):
+        step, _, number = old.name.partition(_OLD)
+        if all(map(is_step_name, (step, number or "0"))) and is_committed(path / step):
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _free_name(path: Path, step: str) -> Path:
+    """Returns a name for the old folder of a step that no earlier one still has."""
+    # A folder of which a reader has a file open on NFS is not removed at once.
+    numbers = itertools.chain([""], itertools.count(1))
+    names = (path / f"{step}{_OLD}{number}" for number in numbers)
+    return next(name for name in names if not name.exists())
 
 
 def _replacing(path: Path) -> list[Path]:

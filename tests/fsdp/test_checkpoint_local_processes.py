@@ -348,6 +348,36 @@ def test_a_process_that_hangs_in_a_persistent_save_is_named_in_time(tmp_path):
     assert step_held(fsdp.load(tmp_path, like())) == 2
 
 
+def one_goes_back_late(directory: str) -> list[str]:
+    """Two processes of one disk go back to step 1; the second is late to do so."""
+    together = _store.together
+
+    @contextlib.contextmanager
+    def late(what, timeout_secs):
+        with together(what, timeout_secs):
+            if jax.process_index() == 1:
+                time.sleep(1)
+            yield
+
+    disk = Path(directory, "disk")
+    options = {"local": fsdp.checkpoint.LocalCheckpoints(disk, every=1, keep=3)}
+    options["save_decision_policy"] = policies.FixedIntervalPolicy(100)
+    for after, steps in ((None, (1, 2, 3)), (1, (2,))):
+        with fsdp.Checkpointer(Path(directory, "run"), **options) as checkpointer:
+            checkpointer.resume(like(), step=after)
+            _store.together = together if after is None else late
+            for step in steps:
+                checkpointer.save(step, state_at(step))
+    _store.together = together
+    return sorted(path.name for path in disk.glob("*/*-*"))
+
+
+def test_steps_set_aside_stay_where_two_processes_have_one_disk(tmp_path):
+    there, _ = run_processes(one_goes_back_late, 2, str(tmp_path), devices=4)
+    kinds = [(name.split("-")[0], name.endswith(".abandoned")) for name in there]
+    assert sorted(kinds) == [("1", False), ("2", False), ("2", True), ("3", True)]
+
+
 def killed_in_a_persistent_save(directory: str) -> list:
     """Process 1 is killed after it wrote its part, before it says so."""
     with fsdp.Checkpointer(directory, timeout_secs=LOST_SECS) as checkpointer:

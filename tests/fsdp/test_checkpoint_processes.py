@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint.checkpoint_managers as policies
 import pytest
 from helpers.damage import file_size_limited, first_value, flipped
 from helpers.errors import facts
@@ -117,6 +118,7 @@ def scenario(directory: str) -> dict[str, list]:
     seen["read again"] = outcome(load)
     seen["in the background"] = outcome(background, directory)
     seen["load at the end"] = outcome(load)
+    seen["kept"] = outcome(newest_only, f"{directory}-kept")
     seen["own"] = outcome(own_state, f"{directory}-own")
     one = {"one": Place(rank)}
     seen["not the same"] = outcome(fsdp.save, f"{directory}-no", wider, extras=one)
@@ -216,6 +218,25 @@ def background(directory: str) -> str:
     raise RuntimeError(said)
 
 
+def newest_only(directory: str) -> None:
+    """A save that is to replace the only step fails in one process, and the next one.
+
+    Raises a `RuntimeError` that says what is there after each of the three saves.
+    """
+    keep, only = policies.LatestN(1), jax.process_index() == 2
+    there = []
+    with fsdp.Checkpointer(directory, preservation_policy=keep) as checkpointer:
+        for step in (1, 2, 3):
+            limited = only and step == 2
+            with file_size_limited(1000) if limited else contextlib.nullcontext():
+                checkpointer.save(step, state_at(step))
+                with contextlib.suppress(fsdp.checkpoint.NotSavedError):
+                    checkpointer.wait()
+            there.append(sorted(p.name for p in Path(directory).glob("[0-9]*")))
+            exchange(None)
+    raise RuntimeError(str(there))
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("job")
@@ -305,6 +326,10 @@ def test_a_failure_in_the_background_is_raised_in_all_and_the_next_is_saved(seen
     for said in messages(seen, "in the background"):
         assert "Step 3 is not saved" in said and "File too large" in said
     assert messages(seen, "load at the end") == [True] * PROCESSES
+
+
+def test_no_step_is_removed_for_one_that_a_process_could_not_save(seen):
+    assert messages(seen, "kept") == [str([["1"], ["1"], ["3"]])] * PROCESSES
 
 
 def test_one_process_loads_what_four_have_saved(seen, directory):

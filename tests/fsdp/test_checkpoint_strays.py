@@ -144,6 +144,26 @@ def test_an_incomplete_replacement_neither_hides_nor_replaces_a_step(run, suffix
     assert check(fsdp.load(run, like(), step=2)) == 2
 
 
+def test_what_is_left_of_a_replaced_step_is_not_in_the_way_of_the_next(
+    run, monkeypatch
+):
+    # As NFS keeps the files that a reader has open.
+    remove = shutil.rmtree
+    monkeypatch.setattr(
+        shutil,
+        "rmtree",
+        lambda path, **_: None if "-old" in str(path) else remove(path),
+    )
+    for part in ("opt_state", "params.w"):
+        fsdp.checkpoint.remove(run, 2, part)
+    monkeypatch.undo()
+    olds = ["2.fsdp-jax-old", "2.fsdp-jax-old1"]
+    assert sorted(path.name for path in run.glob("2.*")) == olds
+    fsdp.save(run, state_at(3))
+    assert not list(run.glob("2.*")) and fsdp.latest_step(run) == 3
+    assert check(fsdp.load(run, like(), step=1)) == 1
+
+
 @pytest.mark.parametrize(
     "noted", [[], {"performance_metrics": []}, {"init_timestamp_nsecs": "x"}]
 )

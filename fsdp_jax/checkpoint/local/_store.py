@@ -165,20 +165,13 @@ class LocalStore:
         aside = [one.folder for one in complete if one.step > after]
         self._complete = [one.folder for one in complete if one.step <= after]
         self._elsewhere = [one.folder for one in found if one.is_elsewhere]
+        rank = jax.process_index()
         with together(_SAVING, self._timeout_secs):
-            if aside:
-                for folder in self._directory.glob(f"*{_ABANDONED}"):
-                    shutil.rmtree(folder, ignore_errors=True)
-            for name in aside:
-                if (folder := self._directory / name).exists():
-                    to = folder.rename(self._directory / f"{name}{_ABANDONED}")
-                    logging.getLogger("fsdp_jax").warning(
-                        "The run goes on from step %d: a local step is kept as '%s', "
-                        "until the run goes back again.",
-                        after,
-                        to,
-                    )
-            self._remove_others()
+            # Of processes that share a directory one acts: another would remove what
+            # it has set aside.
+            if self._places.index(self._places[rank]) == rank:
+                self._set_aside(aside, after)
+                self._remove_others()
 
     def save(self, step: int, state: TrainState, beside: Beside) -> None:
         """Copies the shards to host and peers; writes them in the background.
@@ -288,6 +281,26 @@ class LocalStore:
         }
         own = {name: captured.documents[name] for name in captured.own}
         return leaves, Header(jax.process_index(), "", layout_of(leaves), about, own)
+
+    def _set_aside(self, folders: Sequence[str], after: int) -> None:
+        """Renames the folders of steps that the run gives up, in place of older ones.
+
+        Args:
+          folders: Names of these folders; some may be on other hosts only.
+          after: Step that the run goes on from.
+        """
+        if folders:
+            for abandoned in self._directory.glob(f"*{_ABANDONED}"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+        for name in folders:
+            if (folder := self._directory / name).exists():
+                to = folder.rename(self._directory / f"{name}{_ABANDONED}")
+                logging.getLogger("fsdp_jax").warning(
+                    "The run goes on from step %d: a local step is kept as '%s', "
+                    "until the run goes back again.",
+                    after,
+                    to,
+                )
 
     def _remove_others(self) -> None:
         """Removes every folder except those of steps that a start could use."""
