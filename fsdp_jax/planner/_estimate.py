@@ -89,7 +89,7 @@ def estimate_step(
     plan, tx = _on_gpus(plan, tx, gpu, count, mesh)
     # None for jit: they would still apply beneath the `options` of `compile`.
     step = make_train_step(plan, loss_fn, tx, compiler_options={}, **step_options)
-    state = abstract_state(plan, tx)
+    state = abstract_state(plan, tx, step_options.get("loss_scale"))
     _check_mesh(plan, state.opt_state)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch

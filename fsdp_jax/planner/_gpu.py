@@ -330,8 +330,8 @@ def find_gpu(gpu: str | GPU, *, memory: float | None = None, **costs: float) -> 
       **costs: Fields of `CostModel`, such as `devices_per_node=4`.
 
     Raises:
-      ValueError: If the name or a field is unknown, a figure is not positive, or
-        `devices_per_node` is no whole number, or `memory` is no GPU's.
+      ValueError: If the name or a field is unknown, a figure is not in its range, such
+        as a speed of 0, or `memory` is no GPU's.
     """
     if isinstance(gpu, str):
         if gpu.lower() not in GPUS:
@@ -347,15 +347,14 @@ def find_gpu(gpu: str | GPU, *, memory: float | None = None, **costs: float) -> 
     wrong = [
         f"{name}={value}"
         for name, value in costs.items()
-        # Not `value <= 0`, which is false of NaN.
-        if name not in known
-        or not value > 0
-        or (name == "devices_per_node" and value % 1)
+        if name not in known or not _is_possible(name, value)
     ]
     if wrong:
         raise ValueError(
-            f"The cost model takes no {', '.join(wrong)}: its figures are positive, "
-            f"devices_per_node is an integer, and they are {', '.join(known)}."
+            f"The cost model takes no {', '.join(wrong)}. Speeds are positive, "
+            f"{', '.join(_MAY_BE_ZERO)} also 0 and finite, overlap_slowdown is below 1 "
+            "and devices_per_node an integer; the figures are "
+            f"{', '.join(known)}."
         )
     if memory is not None:
         if not 1e9 <= memory < 1e14:
@@ -364,3 +363,20 @@ def find_gpu(gpu: str | GPU, *, memory: float | None = None, **costs: float) -> 
             )
         gpu = dataclasses.replace(gpu, memory=int(memory))
     return dataclasses.replace(gpu, cost=dataclasses.replace(gpu.cost, **costs))
+
+
+_MAY_BE_ZERO = (
+    *("latency", "kernel_latency", "attention_half_length"),
+    *("switch_bandwidth", "overlap_slowdown"),
+)
+
+
+def _is_possible(name: str, value: float | None) -> bool:
+    """Returns whether a field of `CostModel` can have a value; NaN is none."""
+    if value is None:
+        return name in ("attention_forward", "attention_backward")
+    if name == "overlap_slowdown":  # At 1 a kernel would wait for the collective.
+        return 0 <= value < 1
+    if name in _MAY_BE_ZERO:
+        return 0 <= value < math.inf
+    return value > 0 and not (name == "devices_per_node" and value % 1)

@@ -133,7 +133,7 @@ def communication_seconds(
     if collective.op in ("all-gather", "reduce-scatter", "all-reduce"):
         ways = _reductions(collective.op, moved, layout, cost)
     else:
-        ways = _messages(moved, layout, cost)
+        ways = _messages(collective.op, moved, layout, cost)
     return cost.latency + min(ways) + _own_seconds(collective, layout, cost)
 
 
@@ -197,13 +197,17 @@ SWITCH_AROUND = 7 / 8
 """Part of a message that is another device's, of the 8 for which speeds are stated."""
 
 
-def _messages(moved: float, layout: Layout, cost: CostModel) -> Iterator[float]:
+def _messages(
+    op: str, moved: float, layout: Layout, cost: CostModel
+) -> Iterator[float]:
     """All-to-all and permutes: each device sends to others through its own NIC."""
     filling = RING_FILLING.seconds(moved)
     if layout.nodes == 1:
         yield PROTOCOLS[0].base + filling + moved / cost.link_bandwidth
         return
-    away = 1 - (layout.in_node - 1) / max(layout.size - 1, 1)
+    # Of a permute the device at the border of a node sends all of its bytes to another.
+    is_permute = op == "collective-permute"
+    away = 1 - (layout.in_node - 1) / max(layout.size - 1, 1) if not is_permute else 1.0
     slowest = max(
         moved * away / cost.network_bandwidth, moved * (1 - away) / cost.link_bandwidth
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -27,6 +28,7 @@ class Kernel:
       bytes: Bytes read and written.
       length: Keys of fused attention; 0 for other kernels.
       width: Width of a head of fused attention; 0 for other kernels.
+      workspace: Bytes of memory that it needs beside its operands and results.
     """
 
     kind: Kind
@@ -35,18 +37,7 @@ class Kernel:
     bytes: float
     length: int = 0
     width: int = 0
-
-    @property
-    def workspace(self) -> float:
-        """Bytes of memory that the kernel needs beside its operands and results."""
-        return self._workspace if self.kind == "attention_backward" else 0.0
-
-    @property
-    def _workspace(self) -> float:
-        # Gradients of queries are summed in float32 over blocks of keys, beside a sum
-        # a row: FLOPs are 5 products of 2 x rows x keys x width, halved if causal.
-        rows = self.flops / (5 * self.length * self.width)
-        return 4.0 * rows * (self.width + 1)
+    workspace: float = 0.0
 
 
 def kernel_of(
@@ -62,8 +53,13 @@ def kernel_of(
     moved = bytes_moved(module, computation, one)
     if "fmha" in one.target:
         query, key = (computation.by_name[name].shapes[0] for name in one.operands[:2])
-        kind = "attention_backward" if "Backward" in one.target else "attention"
-        return Kernel(kind, flops, dtype, moved, key.dims[1], query.dims[-1])
+        length, width = key.dims[1], query.dims[-1]
+        if "Backward" not in one.target:
+            return Kernel("attention", flops, dtype, moved, length, width)
+        # Gradients of queries are summed in float32 over blocks of keys, beside a sum
+        # for each query of each head.
+        needed = 4.0 * math.prod(query.dims[:-1]) * (width + 1)
+        return Kernel("attention_backward", flops, dtype, moved, length, width, needed)
     if flash := flash_operands(computation, one):
         kind = "flash" if flash.is_forward else "flash_backward"
         length, width = flash.key.dims[1], flash.key.dims[-1]

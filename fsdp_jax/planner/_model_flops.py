@@ -32,7 +32,9 @@ def model_flops(
     They are those of matrix products, without recomputation, for model FLOPs
     utilization: divide by the seconds of a step and by the peak of all devices.
     Attention counts as full, causal or not. With LoRA, whose frozen weights have no
-    gradients, backward counts once.
+    gradients, backward counts once. Parameters that `FSDPConfig(frozen=...)` names
+    count as if they were trained, which a step that trains only some of them does not
+    compute: its utilization is below what this says.
 
     Args:
       plan: Plan from `fully_shard`.

@@ -319,6 +319,14 @@ def test_what_xla_recomputes_of_itself_is_told_of():
     assert any("XLA recomputes" in alarm for alarm in tight.memory_alarms)
 
 
+def test_a_step_with_a_loss_scale_is_estimated():
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.float16)
+    scale, config = fsdp.training.LossScale(), {"mp_policy": policy}
+    small = Llama(width=256, mlp=512, heads=2, kv_heads=1, layers=2, vocab=512)
+    found = estimate(small, tokens(8, 256), config=config, loss_scale=scale)
+    assert found.fits and found.timeline.seconds > 0
+
+
 def test_an_optimizer_that_is_made_for_a_plan_is_made_for_that_of_the_gpus():
     model = Llama(width=256, mlp=512, heads=2, kv_heads=1, layers=2, vocab=512)
     plan = model.plan(fsdp.make_mesh(devices=jax.devices()[:1]))

@@ -130,6 +130,16 @@ def test_small_messages_cost_their_steps_which_grow_with_the_nodes():
     assert seconds[0] < 50e-6 and 1.5e-3 < seconds[-1] < 10e-3
 
 
+def test_of_a_permute_the_device_at_the_border_of_a_node_sends_all_its_bytes():
+    ring = gathered(GIB, range(16), op="collective-permute")
+    seconds = communication_seconds(ring, 16, H100)
+    assert seconds == pytest.approx(GIB / H100.network_bandwidth, rel=0.02)
+    to_all = gathered(GIB, range(16), op="all-to-all")  # a half stays in the node
+    assert communication_seconds(to_all, 16, H100) < 0.6 * seconds
+    inside = gathered(GIB, range(8), op="collective-permute")
+    assert communication_seconds(inside, 16, H100) < seconds / 5
+
+
 def test_an_all_reduce_between_nodes_takes_a_tree_where_that_is_faster():
     group = range(0, 2048, 8)
     small = communication_seconds(gathered(256, group, op="all-reduce"), 2048, H100)

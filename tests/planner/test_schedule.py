@@ -10,7 +10,7 @@ import pytest
 from fsdp_jax.hlo._collectives import Collective
 from fsdp_jax.hlo._parse import Shape, parse
 from fsdp_jax.planner._gpu import GPUS
-from fsdp_jax.planner._kernel import Kernel, kernel_seconds
+from fsdp_jax.planner._kernel import Kernel, kernel_of, kernel_seconds
 from fsdp_jax.planner._schedule import (
     Branch,
     Loop,
@@ -110,11 +110,23 @@ def test_attention_has_a_speed_of_its_own_that_short_rows_do_not_reach():
     assert rate(8192, kind="attention_backward") < rate(8192)
 
 
-def test_backward_attention_needs_a_float32_gradient_of_queries():
-    rows, keys, width = 2 * 32 * 8192, 8192, 128
-    flops = 5 * 2.0 * rows * keys * width / 2
-    found = Kernel("attention_backward", flops, "bf16", 0.0, keys, width).workspace
-    assert found == 4 * rows * (width + 1)
+BACKWARD = """ENTRY %main (q: bf16[2,4096,32,192], k: bf16[2,512,8,192], \
+v: bf16[2,512,8,128]) -> bf16[2,4096,32,192] {
+  %q = bf16[2,4096,32,192]{3,2,1,0} parameter(0)
+  %k = bf16[2,512,8,192]{3,2,1,0} parameter(1)
+  %v = bf16[2,512,8,128]{3,2,1,0} parameter(2)
+  ROOT %g = bf16[2,4096,32,192]{3,2,1,0} custom-call(%q, %k, %v), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"mask_type":"MASK"}
+}
+"""
+
+
+@pytest.mark.parametrize("mask", ["CAUSAL", "NO_MASK"])
+def test_backward_attention_needs_a_float32_gradient_of_queries(mask):
+    module = parse(BACKWARD.replace('"MASK"', f'"{mask}"'))
+    found = kernel_of(module, module["main"], module["main"].root)
+    assert found.kind == "attention_backward"
+    assert found.workspace == 4 * (2 * 4096 * 32) * (192 + 1)
     assert PRODUCT.workspace == 0
 
 

@@ -12,7 +12,7 @@ from fsdp_jax.hlo._parse import parse
 from fsdp_jax.planner import _timeline
 from fsdp_jax.planner._compile import scheduling_profile
 from fsdp_jax.planner._cost import bytes_moved
-from fsdp_jax.planner._gpu import GPUS, CostModel, find_gpu
+from fsdp_jax.planner._gpu import _MAY_BE_ZERO, GPUS, CostModel, find_gpu
 from fsdp_jax.planner._interconnect import communicated_bytes
 from fsdp_jax.planner._kernel import kernel_of, kernel_seconds
 from fsdp_jax.planner._schedule import schedule_of
@@ -236,9 +236,9 @@ def test_figures_of_the_cost_model_can_be_replaced():
     assert slow.cost.network_bandwidth == 1e9
     assert slow.cost.flops == GPUS["h200"].cost.flops
     with pytest.raises(
-        ValueError, match=facts("speed=1, latency=0", "flops, memory_bandwidth")
+        ValueError, match=facts("speed=1, flops=0", "flops, memory_bandwidth")
     ):
-        find_gpu("h200", speed=1, latency=0)
+        find_gpu("h200", speed=1, flops=0)
     with pytest.raises(ValueError, match=facts("'v100'", "a100, a100-40gb")):
         find_gpu("v100")
     assert find_gpu("h100", memory=99e9).memory == 99_000_000_000
@@ -247,3 +247,15 @@ def test_figures_of_the_cost_model_can_be_replaced():
     assert find_gpu("H200", devices_per_node=4).cost.devices_per_node == 4
     with pytest.raises(ValueError, match=facts("devices_per_node=4.5, latency=nan")):
         find_gpu("h200", devices_per_node=4.5, latency=float("nan"))
+
+
+def test_a_cluster_may_lack_a_switch_and_all_that_costs_time_beside_bytes():
+    nothing = dict.fromkeys(_MAY_BE_ZERO, 0.0)
+    cost = find_gpu("h100", attention_forward=None, **nothing).cost
+    assert all(getattr(cost, name) == 0 for name in nothing)
+    assert cost.attention_forward is None
+    for slowdown in (1.0, 1.5, -0.1):
+        with pytest.raises(ValueError, match=facts(f"overlap_slowdown={slowdown}")):
+            find_gpu("h100", overlap_slowdown=slowdown)
+    with pytest.raises(ValueError, match=facts("latency=inf, flops=None")):
+        find_gpu("h100", latency=float("inf"), flops=None)
