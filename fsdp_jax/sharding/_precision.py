@@ -27,7 +27,8 @@ class MixedPrecisionPolicy:
       main_params_dtype: Dtype that the optimizer reads and writes. None: the model's
         dtype, but at least float32.
       main_grads_dtype: Dtype in which gradients are accumulated and passed to the
-        optimizer. None: `main_params_dtype`.
+        optimizer, of the range of float32 at least, as bfloat16 has it. None:
+        `main_params_dtype`.
       grad_comm_dtype: Dtype to which gradients are cast before they are reduced. None:
         `main_grads_dtype`.
       reduce_scatter_with_fp32_accumulation: Communicate gradients in `grad_comm_dtype`
@@ -53,8 +54,8 @@ class MixedPrecisionPolicy:
         `param_dtype`.
 
     Raises:
-      ValueError: If a dtype is not a floating-point dtype, or an option would have no
-        effect with these dtypes.
+      ValueError: If a dtype is not a floating-point dtype, that of main gradients has
+        too small a range, or an option would have no effect with these dtypes.
 
     Examples:
       >>> policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
@@ -95,6 +96,13 @@ class MixedPrecisionPolicy:
                 "main_params_dtype=jnp.bfloat16, or drop stochastic_rounding."
             )
         wide = jnp.dtype(self.main_grads_dtype or self.main_params_dtype or jnp.float32)
+        if jnp.finfo(wide).maxexp < jnp.finfo(jnp.float32).maxexp:
+            raise ValueError(
+                f"MixedPrecisionPolicy: main_grads_dtype={wide.name} has not the range "
+                "of float32. Gradients that a loss scale made large enough would be "
+                "lost again, and their norm infinite. Set main_grads_dtype=jnp.float32,"
+                f" and grad_comm_dtype=jnp.{wide.name} to communicate so few bytes."
+            )
         communicated = jnp.dtype(self.grad_comm_dtype or wide)
         if self.reduce_scatter_with_fp32_accumulation and (
             communicated.itemsize >= wide.itemsize

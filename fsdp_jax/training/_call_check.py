@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import core
 from jax.sharding import NamedSharding
 
@@ -16,6 +15,7 @@ from fsdp_jax.sharding._padded import Padded
 from fsdp_jax.sharding._plan import Plan
 from fsdp_jax.training._donation import check_not_donated
 from fsdp_jax.training._state import TrainState
+from fsdp_jax.training._state_check import described
 
 
 class StateWatch:
@@ -33,6 +33,8 @@ class StateWatch:
         """Raises a `ValueError` unless the state is one of the plan's, and at hand."""
         if self._returned() is not state:
             _check_state(state, self._abstract)
+        else:  # Another step, or a move to the host, may have donated it since.
+            check_not_donated(state, "state")
 
     def keep(self, state: TrainState) -> None:
         """Remembers the state that a call returns, without keeping it alive."""
@@ -101,22 +103,14 @@ def _check_state(state: Any, abstract: TrainState) -> None:
             + "\n  ".join(problems)
             + "\nMake it with init_state(plan, tx, params), of the same plan and tx. A "
             "state of other shardings is moved by jax.device_put(state, "
-            "jax.tree.map(lambda x: x.sharding, fsdp_jax.abstract_state(plan, tx)))."
+            "jax.tree.map(lambda x: x.sharding, step.abstract))."
         )
 
 
 def _other_array(name: str, leaf: Any, wanted: Any) -> list[str]:
     """Describes a leaf of another shape or dtype."""
-    have, want = (_described(x) for x in (leaf, wanted))
+    have, want = (described(x) for x in (leaf, wanted))
     return [] if have == want else [f"{name}: {have}, planned {want}"]
-
-
-def _described(leaf: Any) -> str:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return type(leaf).__name__
-    # Keys of all implementations are fine: a step only folds numbers into them.
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return f"{'key' if is_key else leaf.dtype}{list(leaf.shape)}"
 
 
 def _misfits(name: str, leaf: Any, wanted: Any) -> list[str]:

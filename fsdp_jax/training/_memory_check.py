@@ -23,7 +23,7 @@ _FIX = (
 class MemoryWarning(UserWarning):
     """A compiled step nearly fills device memory, or XLA rematerialized to fit it.
 
-    The results are correct in both cases. A longer param, another version of XLA or a
+    The results are correct in both cases. A longer row, another version of XLA or a
     second program on the device may run out of memory; and XLA chooses what it
     recomputes without knowing what is cheap to recompute.
     """

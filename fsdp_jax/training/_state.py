@@ -120,7 +120,8 @@ def init_state(
     """Makes the initial training state, with optimizer state sharded like `params`.
 
     The optimizer state may come from elsewhere, such as the moments of a run that began
-    in Megatron: `optax.tree.set(tx.init(params), mu=mu, nu=nu, count=count)`.
+    in Megatron: `optax.tree.set(tx.init(params), mu=mu, nu=nu, count=count)`, whose
+    count is an array, `jnp.int32(1000)`.
 
     Args:
       plan: Plan from `fully_shard`.
@@ -141,7 +142,7 @@ def init_state(
 
     Raises:
       ValueError: If `params`, `opt_state` or `model_state` does not fit the plan; each
-        message lists all offenders of one tree.
+        message lists all offenders of one tree. If `key` is not a PRNG key.
 
     Examples:
       >>> state = fsdp.init_state(plan, tx, params)
@@ -150,6 +151,8 @@ def init_state(
     """
     check_optimizer(tx)
     check_fits(params, plan.params, "params")
+    if key is not None:
+        check_key(key, "init_state")
     if opt_state is not None:
         check_opt_state(plan, tx, opt_state)
     if model_state is not None:

@@ -35,7 +35,9 @@ def check_opt_state(
     if problems:
         raise ValueError(
             f"opt_state is not what this optimizer makes, in {len(problems)} place(s):"
-            "\n  " + "\n  ".join(problems)
+            "\n  "
+            + "\n  ".join(problems)
+            + "\nPass arrays, numbers too: jnp.int32(1000) for a count."
         )
 
 
@@ -52,8 +54,17 @@ def check_fits(tree: PyTree, abstract: PyTree, what: str) -> None:
         )
 
 
+def described(leaf: Any) -> str:
+    """Returns dtype and shape of an array, or the type of anything else."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    # Keys of all implementations are fine: a step only folds numbers into them.
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return f"{'key' if is_key else leaf.dtype}{list(leaf.shape)}"
+
+
 def _in_other_form(name: str, leaf: Any, abstract: Any) -> list[str]:
-    have, want = (f"{x.dtype}{list(x.shape)}" for x in (leaf, abstract))
+    have, want = described(leaf), described(abstract)
     return [] if have == want else [f"{name}: {have}, wanted {want}"]
 
 
@@ -63,6 +74,8 @@ def _misfits(name: str, leaf: Any, abstract: jax.ShapeDtypeStruct) -> list[str]:
             f"{name}: padded, as in a TrainState; take "
             "fsdp.sharding.unpack(state.params)"
         ]
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return [f"{name}: {described(leaf)}, planned {described(abstract)}"]
     if tuple(leaf.shape) != abstract.shape:
         return [f"{name}: shape {tuple(leaf.shape)}, planned {abstract.shape}"]
     if leaf.dtype != abstract.dtype:

@@ -107,6 +107,34 @@ def test_a_donated_state_is_refused_wherever_it_is_used_again(plan, step, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("what", ["another step", "a move to the host"])
+def test_a_state_that_a_step_returned_is_refused_once_something_else_took_it(
+    plan, step, what
+):
+    state, _ = step(make_state(plan), X)
+    if what == "another step":
+        taken, _ = fsdp.make_train_step(plan, loss_fn, TX)(state, X)
+    else:
+        taken = fsdp.training.offload_state(state)
+    with pytest.raises(ValueError, match=facts("step(state, batch)", "deleted")):
+        step(state, X)
+    del taken
+
+
+def test_numbers_and_lists_in_a_given_optimizer_state_are_refused_by_name(plan):
+    params = fsdp.init_params(plan, jax.random.key(0))
+    given = optax.tree.set(TX.init(params), count=1000)
+    with pytest.raises(ValueError, match=facts("count: int, wanted int32[]")):
+        fsdp.init_state(plan, TX, params, opt_state=given)
+    with pytest.raises(ValueError, match=facts("w: float, planned float32[8, 8]")):
+        fsdp.init_state(plan, TX, params | {"w": 1.0})
+    with pytest.raises(ValueError, match=facts("init_state(key=0)")):
+        fsdp.init_state(plan, TX, params, key=0)
+    given = optax.tree.set(given, count=jnp.int32(1000))
+    state = fsdp.init_state(plan, TX, params, opt_state=given)
+    assert optax.tree.get(state.opt_state, "count") == 1000
+
+
 def test_a_state_of_another_plan_or_optimizer_is_refused_with_all_differences(plan):
     step = fsdp.make_train_step(plan, loss_fn, TX)
     ddp = fsdp.FSDPConfig(zero_dp_strategy="no_shard")

@@ -352,7 +352,7 @@ def test_on_one_device_everything_is_unsharded_without_a_warning():
 
 def test_abstract_trees_have_the_shapes_dtypes_and_shardings_of_the_plan():
     policy = fsdp.MixedPrecisionPolicy(
-        param_dtype=jnp.bfloat16, main_grads_dtype=jnp.float16
+        param_dtype=jnp.bfloat16, main_grads_dtype=jnp.bfloat16
     )
     plan = plan_shapes({"w": (16, 8), "v": (4, 16)}, mp_policy=policy)
     specs = {"w": PartitionSpec("dp_shard"), "v": PartitionSpec(None, "dp_shard")}
@@ -360,7 +360,7 @@ def test_abstract_trees_have_the_shapes_dtypes_and_shardings_of_the_plan():
     for name, shape in (("w", (16, 8)), ("v", (4, 16))):
         sharding = NamedSharding(MESH, specs[name])
         assert plan.shardings[name] == sharding
-        for like, dtype in ((plan.params, jnp.float32), (plan.grads, jnp.float16)):
+        for like, dtype in ((plan.params, jnp.float32), (plan.grads, jnp.bfloat16)):
             assert (like[name].shape, like[name].dtype) == (shape, dtype)
             assert like[name].sharding == sharding
 
@@ -397,6 +397,21 @@ def test_a_precision_policy_fills_in_what_is_not_said(policy, model, resolved):
     got = fsdp.MixedPrecisionPolicy(**policy).resolve("w", model)
     have = (got.param, got.main_params, got.main_grads, got.grad_comm)
     assert have == tuple(map(jnp.dtype, resolved))
+
+
+@pytest.mark.parametrize(
+    "policy, name",
+    [
+        ({"main_grads_dtype": FP16}, "float16"),
+        ({"main_params_dtype": "float16"}, "float16"),
+        ({"main_grads_dtype": jnp.float8_e5m2}, "float8_e5m2"),
+    ],
+)
+def test_main_gradients_of_a_small_range_are_refused(policy, name):
+    says = f"main_grads_dtype={name}", "jnp.float32", f"grad_comm_dtype=jnp.{name}"
+    with pytest.raises(ValueError, match=facts(*says)):
+        fsdp.MixedPrecisionPolicy(**policy)
+    fsdp.MixedPrecisionPolicy(**(policy | {"main_grads_dtype": BF16}))
 
 
 def test_precisions_that_are_not_floating_point_are_all_named():
