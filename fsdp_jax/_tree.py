@@ -40,9 +40,9 @@ def named_leaves(
     """Returns the leaves with their dotted names, in the order of `jax.tree.leaves`.
 
     An nnx `Variable` counts as its value, since its key path would end in `.value`,
-    which is not part of a weight's name. A `WholeLeaf` counts as one leaf, with its
-    logical shape. Leaves that are None are left out, and Variables without a value, as
-    optax masks them in its states.
+    which is not part of a weight's name; one that holds a tree, as that tree. A
+    `WholeLeaf` counts as one leaf, with its logical shape. Leaves that are None are
+    left out, and Variables without a value, as optax masks them in its states.
 
     Args:
       tree: Any pytree.
@@ -52,8 +52,23 @@ def named_leaves(
         tree,
         is_leaf=lambda n: isinstance(n, _LEAVES) or is_leaf(n),
     )
-    named = [(leaf_name(path), _value(leaf)) for path, leaf in flat]
-    return [(name, leaf) for name, leaf in named if leaf is not None]
+    return [named for path, leaf in flat for named in _within(leaf_name(path), leaf)]
+
+
+def _within(name: str, leaf: Any) -> Iterable[tuple[str, Any]]:
+    """Yields a leaf with its name: those of a Variable's tree, and none if it is None.
+
+    Args:
+      name: Name of the leaf.
+      leaf: Variable, or anything that counts as a leaf.
+    """
+    value = _value(leaf)
+    is_tree = _is_variable(leaf) and not isinstance(value, _LEAVES)
+    if is_tree and not tree_util.all_leaves([value]):
+        for inner, part in named_leaves(value):
+            yield f"{name}.{inner}", part
+    elif value is not None:
+        yield name, value
 
 
 def tree_differences(

@@ -148,7 +148,7 @@ def _place_own(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
-    """Reshapes one device's rows `[rows, ...]` to `[accumulate, rows, ...]`."""
+    """Reshapes one device's rows `[rows, ...]` to `[microbatches, rows, ...]`."""
     return jax.tree.map(
         lambda x: x.reshape(
             num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:]

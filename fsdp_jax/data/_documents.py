@@ -127,8 +127,13 @@ def document_rows(documents: Documents, seq: int, *, packed: bool) -> DocumentRo
       packed: Whether a row has several documents, or one and padding.
 
     Raises:
-      ValueError: If a document is longer.
+      ValueError: If a document is longer, or has no token.
     """
+    if (empty := documents.numbers[documents.lengths == 0]).size:
+        raise ValueError(
+            f"{empty.size} of {len(documents)} documents have no token, the first is "
+            f"document {empty[0]}. Leave them out."
+        )
     rows = best_fit_decreasing((documents.lengths - 1).tolist(), seq)
     if not packed:
         rows = [[index] for index in range(len(documents))]

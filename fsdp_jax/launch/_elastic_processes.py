@@ -106,7 +106,7 @@ class ElasticProcesses:
         """
         number, restarts, previous = 0, 0, _Outcome(None)
         while True:
-            replicas = self._await_replicas(previous)
+            replicas = self._await_replicas()
             if replicas is None:
                 return previous.status or 0 if self._stop_signal is None else _STOPPED
             outcome = self._run_generation(number, replicas, previous)
@@ -231,7 +231,7 @@ class ElasticProcesses:
         limit = len(self._places.usable(now)) // self._replica_size
         return self._config.replicas_for(limit, devices)
 
-    def _await_replicas(self, previous: _Outcome) -> int | None:
+    def _await_replicas(self) -> int | None:
         """Returns the number of replicas to run; None if there will not be enough."""
         is_reported = False
         while self._stop_signal is None:

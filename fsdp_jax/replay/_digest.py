@@ -214,7 +214,7 @@ def _program(
 
     def local(*shards):
         rows = [
-            array_digest(shard, _offsets(mesh, spec, shard.shape), shape, num_sums)
+            array_digest(shard, _offsets(spec, shard.shape), shape, num_sums)
             for shard, spec, shape in zip(shards, specs, shapes, strict=True)
         ]
         return jnp.stack(rows)[None]
@@ -239,7 +239,7 @@ def _program(
     return jax.jit(digests, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _offsets(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> list[Any]:
+def _offsets(spec: PartitionSpec, shape: tuple[int, ...]) -> list[Any]:
     """Returns where the shard of this device begins, in each dim."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     return [

@@ -297,7 +297,9 @@ def _kinds(plan: Plan) -> list[str]:
         def is_variable(node):
             return isinstance(node, nnx.Variable)
 
-        return [_kind(leaf) for leaf in jax.tree.leaves(state, is_leaf=is_variable)]
+        variables = jax.tree.leaves(state, is_leaf=is_variable)
+        # A Variable may hold a tree of arrays, or none.
+        return [_kind(one) for one in variables for _ in jax.tree.leaves(one)]
     return ["agreed"] * len(jax.tree.leaves(state))
 
 

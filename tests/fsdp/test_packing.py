@@ -103,6 +103,13 @@ def test_packed_rows_give_the_loss_and_gradients_of_unpacked_ones(config):
     assert abs(float(leaky) - float(wanted)) > 1e-4  # So segments do something.
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_document_without_tokens_is_refused(packed):
+    given = join_documents([([5, 6], [True, True]), ([], []), ([], [])], [4, 7, 9])
+    with pytest.raises(ValueError, match=facts("2 of 3", "document 7")):
+        document_rows(given, 5, packed=packed)
+
+
 def test_a_row_has_each_document_with_its_own_segment_and_positions():
     row = document_rows(
         join_documents([([5, 6, 7], [False, False, True]), ([8, 9], [True, True])]),

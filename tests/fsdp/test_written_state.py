@@ -39,6 +39,43 @@ def trained(value, written, *, kind=nnx.Variable, num_microbatches=1, steps=2):
     return note
 
 
+@pytest.mark.parametrize("kind", [nnx.Variable, nnx.BatchStat])
+def test_a_variable_that_holds_a_tree_is_state_or_parameters_leaf_by_leaf(kind):
+    class Model(nnx.Module):
+        def __init__(self, key):
+            self.linear = nnx.Linear(8, 5, rngs=nnx.Rngs(key))
+            self.scale = nnx.Param(
+                {"up": jnp.ones((1, 5)), "more": [jnp.full((1, 5), 2.0)]}
+            )
+            self.seen = kind({"count": jnp.int32(0), "mean": jnp.zeros(5)})
+
+    def loss(model, batch):
+        scale, seen = model.scale.get_value(), model.seen.get_value()
+        y = model.linear(batch["x"]) * scale["up"] * scale["more"][0]
+        model.seen.set_value({"count": seen["count"] + 1, "mean": jnp.mean(y, 0)})
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    model = Model(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    batch = BATCH | {"x": jnp.asarray(x)}
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    plan = fsdp.fully_shard(Model, MESH)
+    assert {"scale.up", "scale.more.0"} <= {p.name for p in plan.param_plans}
+    assert "seen.count, seen.mean" in repr(plan)
+    state = fsdp.init_state(plan, TX, fsdp.init_params(plan, jax.random.key(0)))
+    step = fsdp.make_train_step(plan, loss, TX)
+    for _ in range(2):
+        _, grads = nnx.value_and_grad(loss)(model, batch)
+        optimizer.update(model, grads)
+        state, _ = step(state, batch)
+    others = nnx.Not(nnx.Param)
+    for got, like in ((state.params, nnx.Param), (state.model_state, others)):
+        leaves = jax.tree.leaves(fsdp.sharding.unpack(got))
+        want = jax.tree.leaves(nnx.state(model, like))
+        for a, b in zip(leaves, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(
     "value, written, says",
