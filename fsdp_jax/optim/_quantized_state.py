@@ -80,10 +80,12 @@ def with_quantized_state(
             for fields, leaf in _by_fields(state, params)
         ]
         if not any(codecs):
+            most = max((leaf.size for leaf in jax.tree.leaves(params)), default=0)
             raise ValueError(
                 f"{form.asked} finds nothing to quantize in this optimizer's state: no "
-                "float32 array that it names has the shape of a parameter and enough "
-                "elements."
+                "float32 array that it names has the shape of a parameter and at least "
+                f"{form.min_elements} elements; the largest parameter has {most}. "
+                "Leave it out, as train does without --optimizer-bits."
             )
         return _encode(state, codecs)
 

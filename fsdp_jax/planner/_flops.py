@@ -1,13 +1,23 @@
-"""Counts the FLOPs of a model's matrix products from its trace."""
+"""Counts the FLOPs of a model's matrix products from its trace of forward."""
 
 from __future__ import annotations
 
+import enum
 import math
+from collections.abc import Sequence
 
 from fsdp_jax._scopes import FLASH_FORWARD, part_of_rows
-from fsdp_jax.planner.liveness._operations import Operation, Program
+from fsdp_jax.planner.liveness._operations import Operation, Program, Value
 
 _RAGGED = ("ragged_dot", "ragged_dot_general")
+
+
+class Origin(enum.IntEnum):
+    """What an array is made of; of several origins the last one counts."""
+
+    DATA = 0
+    FROZEN = 1
+    TRAINED = 2
 
 
 def product_flops(program: Program) -> float:
@@ -20,7 +30,73 @@ def product_flops(program: Program) -> float:
     Args:
       program: Traced program in the shapes of one device, e.g. a model's forward.
     """
-    return sum(_flops(operation) for operation in program.operations)
+    return training_flops(program, [Origin.DATA] * len(program.inputs))
+
+
+def training_flops(program: Program, origins: Sequence[Origin]) -> float:
+    """Returns the FLOPs of a program, and of backward without recomputation.
+
+    In backward a product of which the result depends on a trained parameter is one
+    product for each of its operands, but for those that frozen parameters alone have
+    made. Data counts as an operand: 6 FLOPs a weight and token is the convention, also
+    of the first layer.
+
+    Args:
+      program: Forward, as for `product_flops`.
+      origins: Origin of each input.
+    """
+    return _walk(program, origins)[0]
+
+
+def _walk(program: Program, origins: Sequence[Origin]) -> tuple[float, list[Origin]]:
+    """Returns the FLOPs of a program, and the origin of each result."""
+    known: dict[Value | None, Origin] = {}
+    known.update(zip(program.inputs, origins, strict=True))
+    flops = 0.0
+    for operation in program.operations:
+        read = [known.get(value, Origin.DATA) for value in operation.inputs]
+        if operation.bodies:
+            within, made = _walk_bodies(operation, read)
+        else:
+            made = [max(read, default=Origin.DATA)] * len(operation.outputs)
+            within = _flops(operation) * (1 + _products_in_backward(operation, read))
+        flops += within
+        known.update(zip(operation.outputs, made, strict=True))
+    return flops, [known.get(value, Origin.DATA) for value in program.outputs]
+
+
+def _walk_bodies(
+    operation: Operation, read: list[Origin]
+) -> tuple[float, list[Origin]]:
+    """Returns the FLOPs of a loop or a conditional, and the origins of its results."""
+    begin, end = operation.carry
+    while True:  # Until what a loop carries is made of what its body returns.
+        found = [_walk(body, _last(read, body)) for body in operation.bodies]
+        made = [max(of) for of in zip(*(own for _, own in found), strict=True)]
+        carry = [max(of) for of in zip(read[begin:end], made, strict=False)]
+        if carry == read[begin:end]:
+            break
+        read[begin:end] = carry
+    times = operation.params["length"] if operation.name == "scan" else 1
+    return times * max(flops for flops, _ in found), made
+
+
+def _last(read: Sequence[Origin], body: Program) -> list[Origin]:
+    """Returns the origins of a body's inputs, which are the last of those around it."""
+    missing = [Origin.DATA] * (len(body.inputs) - len(read))
+    return [*missing, *read[max(len(read) - len(body.inputs), 0) :]]
+
+
+def _products_in_backward(operation: Operation, read: Sequence[Origin]) -> int:
+    if max(read, default=Origin.DATA) is not Origin.TRAINED:
+        return 0
+    if _is_attention(operation):
+        return 2
+    return sum(origin is not Origin.FROZEN for origin in read[:2])
+
+
+def _is_attention(operation: Operation) -> bool:
+    return operation.name.startswith(("dot_product_attention_fwd", "pallas_call"))
 
 
 def _flops(operation: Operation) -> float:
@@ -34,9 +110,7 @@ def _flops(operation: Operation) -> float:
         return _attention(operation)
     if operation.name == "pallas_call":
         return _attention(operation) if FLASH_FORWARD in _kernel_name(operation) else 0
-    within = [product_flops(body) for body in operation.bodies]
-    times = operation.params["length"] if operation.name == "scan" else 1
-    return times * max(within, default=0.0)
+    return 0.0
 
 
 def _dot_general(operation: Operation) -> float:

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.planner._flops import product_flops
+from fsdp_jax.planner._flops import Origin, training_flops
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
@@ -27,14 +27,12 @@ def model_flops(
     has_aux: bool = False,
     calculate_per_token_loss: bool = False,
 ) -> float:
-    """Counts the FLOPs of a global batch: forward, and backward as twice that.
+    """Counts the FLOPs of a global batch: forward and backward.
 
     They are those of matrix products, without recomputation, for model FLOPs
     utilization: divide by the seconds of a step and by the peak of all devices.
-    Attention counts as full, causal or not. With LoRA, whose frozen weights have no
-    gradients, backward counts once. Parameters that `FSDPConfig(frozen=...)` names
-    count as if they were trained, which a step that trains only some of them does not
-    compute: its utilization is below what this says.
+    Attention counts as full, causal or not. Backward is twice forward, less the
+    gradients of frozen parameters, and of what they alone make of the batch.
 
     Args:
       plan: Plan from `fully_shard`.
@@ -58,9 +56,19 @@ def model_flops(
     key = jax.eval_shape(lambda: jax.random.key(0))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     form = LossForm(has_aux, calculate_per_token_loss)
-    traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(
-        state.params, abstract, key, state.model_state
-    )
+    given = (state.params, abstract, key, state.model_state)
+    traced = jax.make_jaxpr(global_loss(plan, loss_fn, form))(*given)
     program = on_one_device(traced.jaxpr)
     assert program is not None  # The mesh has one device.
-    return (3 if plan.config.lora is None else 2) * product_flops(program)
+    params = zip(
+        plan.param_plans, plan.treedef.flatten_up_to(state.params), strict=True
+    )
+    origins = [
+        Origin.FROZEN if param.is_frozen else Origin.TRAINED
+        for param, arrays in params
+        for _ in jax.tree.leaves(arrays)
+    ]
+    constants = len(program.inputs) - len(jax.tree.leaves(given))
+    rest = len(program.inputs) - constants - len(origins)
+    data = Origin.DATA
+    return training_flops(program, [data] * constants + origins + [data] * rest)

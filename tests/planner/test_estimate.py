@@ -125,6 +125,38 @@ def test_model_flops_are_those_of_the_formula(wide):
     assert wide.model_flops == pytest.approx(a_token * seq, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "frozen, products",
+    [
+        ((), 27),
+        (("layers.*",), 10),  # forward, and the gradient of the head
+        (("layers.up",), 23),  # no gradients of 4 matrices
+        (("head",), 26),
+    ],
+)
+def test_model_flops_are_less_by_the_gradients_that_frozen_parameters_lack(
+    frozen, products
+):
+    layers, width, rows = 4, 64, 32
+
+    def make_weights(key):
+        matrix = jax.random.normal(key, (layers, width, width))
+        return {"layers": {"up": matrix, "down": matrix}, "head": matrix[0]}
+
+    def layer(w, x):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    def loss(weights, x):
+        y, _ = fsdp.scan(layer, weights["layers"], x)
+        return jnp.mean((y @ weights["head"]) ** 2)
+
+    stack = [fsdp.Stacked("layers")]
+    config = fsdp.FSDPConfig(frozen=frozen)
+    plan = fsdp.fully_shard(make_weights, fsdp.make_mesh(), stack, config)
+    found = fsdp.planner.model_flops(plan, loss, jnp.zeros((rows, width)))
+    assert found == products * 2 * rows * width**2
+
+
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0])
 def test_model_flops_of_experts_are_those_of_the_rows_that_tokens_chose(factor):
     config = DecoderConfig(
