@@ -152,8 +152,11 @@ def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn(),
     )
     with make_bar(*columns, TextColumn("ETA"), TimeRemainingColumn()) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        # Shown from the first bytes on: what is refused before has no progress.
+        task = bar.add_task(what, total=None, visible=False)
+        yield lambda done, total: bar.update(
+            task, completed=done, total=total, visible=True
+        )
 
 
 @contextmanager

@@ -51,7 +51,8 @@ def parse_json(
     """
     try:
         value = json.loads(
-            text.decode(),
+            # A byte order mark, which editors of Windows write, is no part of the text.
+            text.decode("utf-8-sig"),
             object_pairs_hook=functools.partial(_object, infinite=infinite),
             parse_constant=_constant if infinite else _refuse,
             parse_float=_finite,

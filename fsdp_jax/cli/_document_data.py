@@ -73,9 +73,14 @@ class Encoder:
             else:
                 usable += [(*each, group[0].number) for each in kept]
         if not usable:
+            what = f"--data '{file}': none of {len(groups)} {_unit(config)} has a token"
+            if not cuts and not alike:
+                raise ValueError(
+                    f"{what} to train on: are the texts empty, or does the chat "
+                    "template render them as nothing?"
+                )
             raise ValueError(
-                f"--data '{file}': none of {len(groups)} {_unit(config)} has a token "
-                f"to train on in its first {limit}"
+                f"{what} to train on in its first {limit}"
                 + (f"; {alike} are equal up to there" if alike else "")
                 + ". Use a larger --seq."
             )

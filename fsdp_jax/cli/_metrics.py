@@ -141,8 +141,12 @@ def read_losses(path: Path) -> dict[int, float]:
       path: File written by `fsdp-jax train --metrics`.
 
     Raises:
-      ValueError: If a line has no step and loss.
+      ValueError: If it is no file, or a line has no step and loss.
     """
+    if not path.is_file():
+        raise ValueError(
+            f"'{path}' is no file: give one that `fsdp-jax train --metrics` wrote."
+        )
     losses = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

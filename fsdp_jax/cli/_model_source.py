@@ -367,14 +367,6 @@ def open_language_model(path: Path, step: int | None) -> Checkpoint:
     return origin
 
 
-def tokenizer_file(origin: Origin) -> Path | None:
-    """Returns the model's `tokenizer.json`; None if there is none."""
-    if origin.files is None:
-        return None
-    file = origin.files / "tokenizer.json"
-    return file if file.is_file() else None
-
-
 def files_to_carry(origin: Origin) -> dict[str, list[Path]]:
     """Returns the files that are saved with a step, as for `fsdp_jax.save`."""
     if origin.files is None:

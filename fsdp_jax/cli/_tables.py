@@ -41,8 +41,8 @@ def read_table(file: Path) -> Iterator[dict[str, Any]]:
         for batch in _arrow(file) if is_arrow else _parquet(file):
             yield from batch.to_pylist()
     except (ValueError, OSError) as error:
-        kind = "Arrow" if is_arrow else "Parquet"
-        raise ValueError(f"--data '{file}' is not a {kind}: {error}") from error
+        kind = "an Arrow" if is_arrow else "a Parquet"
+        raise ValueError(f"--data '{file}' is not {kind} file: {error}") from error
 
 
 def _parquet(file: Path) -> Iterator[Any]:

@@ -18,8 +18,8 @@ from fsdp_jax.cli._model_source import (
     open_any,
     open_random,
     open_run,
-    tokenizer_file,
 )
+from fsdp_jax.cli._own_tokenizer import default_tokenizer
 from fsdp_jax.cli._routing import default_aux_loss_coef
 from fsdp_jax.cli._run_marker import newest_good_step
 from fsdp_jax.cli._train_config import TrainConfig, config_of, merge_options
@@ -105,10 +105,11 @@ def options_at_start(
       ValueError: As `merge_options`.
     """
     defaults = {
-        "tokenizer": "bytes" if tokenizer_file(origin) is None else "model",
         "aux_loss_coef": default_aux_loss_coef(origin.config),
         **_length(typed, steps),
     }
+    if "tokenizer" not in typed and "train" not in stored:
+        defaults["tokenizer"] = default_tokenizer(origin)
     if "optimizer" in stored and "train" not in stored:
         defaults |= settings_of_import(stored, typed)
     return merge_options(typed, stored.get("train", {}), defaults)

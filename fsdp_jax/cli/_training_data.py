@@ -17,7 +17,8 @@ from fsdp_jax.cli._data import (
 from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._document_data import DocumentData, Encoder, read_documents
 from fsdp_jax.cli._log import say
-from fsdp_jax.cli._model_source import Origin, tokenizer_file
+from fsdp_jax.cli._model_source import Origin
+from fsdp_jax.cli._own_tokenizer import tokenizer_file
 from fsdp_jax.cli._records import has_records
 from fsdp_jax.cli._special_tokens import end_token
 from fsdp_jax.cli._tokenizer import TextCodec, open_codec
@@ -147,6 +148,8 @@ def describe(data: TrainingData, config: DataConfig) -> Iterator[str]:
     """
     if isinstance(data, DocumentData):
         yield from data.describe()
+        if config.tokenizer == "bytes":
+            yield "tokens are the bytes of UTF-8 (--tokenizer bytes)"
         return
     yield (
         f"{len(data):,} tokens (--tokenizer {config.tokenizer}), {config.batch} x "

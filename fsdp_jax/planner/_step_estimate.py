@@ -214,7 +214,7 @@ def _headline(estimate: StepEstimate) -> list[str]:
     line, mesh = estimate.timeline, estimate.plan.mesh.shape
     low, high = estimate.seconds_range
     times = (
-        f"step: {line.seconds * 1e3:,.1f} ms ({low * 1e3:,.0f} to {high * 1e3:,.0f}), "
+        f"step: {line.seconds * 1e3:,.1f} ms ({low * 1e3:,.1f} to {high * 1e3:,.1f}), "
         f"{line.exposed_seconds * 1e3:,.1f} ms of it exposed communication "
         f"({estimate.exposed:.1%}) of {line.communication_seconds * 1e3:,.1f} ms"
     )

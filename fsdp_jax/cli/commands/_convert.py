@@ -13,7 +13,7 @@ from fsdp_jax._report import bytes_bar
 from fsdp_jax.cli._errors import check_empty, check_unwritten
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._megatron import MegatronLayout, OptimizerFormat
-from fsdp_jax.cli._model_source import Checkpoint, open_any
+from fsdp_jax.cli._model_source import open_any
 from fsdp_jax.cli._options import Group, IgnoreField, Unset
 from fsdp_jax.cli.commands._import import Import
 
@@ -43,8 +43,7 @@ class Convert:
       ignore_field: Field of config.json to ignore although it is refused; may be
         repeated. For fields that change no number.
       tokenizer: A model's directory whose tokenizer, chat template and generation
-        config are copied along, to Hugging Face's files; default those that a
-        checkpoint of fsdp-jax carries.
+        config are copied along, to Hugging Face's files; default those that SRC has.
       layout: Parallel sizes of a checkpoint for Megatron.
     """
 
@@ -77,7 +76,6 @@ class Convert:
             return
         origin = open_any(self.src, config=self.config, ignore_fields=self.ignore_field)
         params = origin.lazy_params()
-        files = origin.files if isinstance(origin, Checkpoint) else None
         with bytes_bar(f"writing {self.dst}") as progress:
             if self.to == "hf":
                 bridge.save_hf(
@@ -85,7 +83,7 @@ class Convert:
                     params,
                     origin.config,
                     dtype=self.dtype,
-                    copy_from=self.tokenizer or files,
+                    copy_from=self.tokenizer or origin.files,
                     progress=progress,
                 )
             else:

@@ -12,8 +12,9 @@ from rich.text import Text
 from fsdp_jax._streams import LenientConsole
 from fsdp_jax.cli._data_config import DataConfig, refuse_document_options
 from fsdp_jax.cli._document_data import DocumentData
-from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
+from fsdp_jax.cli._model_source import Origin, open_any
 from fsdp_jax.cli._options import Group, IgnoreField
+from fsdp_jax.cli._own_tokenizer import default_tokenizer
 from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._tokenizer import TextCodec
 from fsdp_jax.cli._tokens import check_files
@@ -64,8 +65,9 @@ class Data:
         if self.show < 0:
             raise ValueError(f"--show {self.show} must be at least 0.")
         origin = open_any(self.model, ignore_fields=self.ignore_field)
-        default = "bytes" if tokenizer_file(origin) is None else "model"
-        config = config_of({"tokenizer": default, **given}).data
+        if "tokenizer" not in given:
+            given["tokenizer"] = default_tokenizer(origin)
+        config = config_of(given).data
         data = read_data(self.data, origin, config, None)
         console = LenientConsole(highlight=False, soft_wrap=True)
         for line in describe(data, config):

@@ -11,6 +11,7 @@ import tyro
 
 import bridge
 from fsdp_jax._report import bytes_bar
+from fsdp_jax.cli._errors import check_empty
 
 _Pairs = Annotated[
     tyro.conf.UseAppendAction[tuple[tuple[str, str], ...]],
@@ -53,6 +54,7 @@ class Edit:
         unknown = [dtype for _, dtype in self.cast if dtype not in _DTYPES]
         if unknown:
             raise ValueError(f"--cast to {unknown[0]}: one of {', '.join(_DTYPES)}.")
+        check_empty(self.dst, "DST")
         cast = tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.cast)
         edits = bridge.Edits(self.rename, self.drop, cast)
         if bridge.megatron.is_megatron(self.src):

@@ -19,8 +19,9 @@ from bridge.models._positions import check_length
 from fsdp_jax.cli._average import averaged
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
-from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
+from fsdp_jax.cli._model_source import Origin, open_any
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
+from fsdp_jax.cli._own_tokenizer import default_tokenizer, tokenizer_file
 from fsdp_jax.cli._precision import ParamDtype
 from fsdp_jax.cli._progress import rows_bar
 from fsdp_jax.cli._records import has_records
@@ -96,10 +97,9 @@ class Eval:
         return batch
 
     def _read_tokens(self, origin: Origin) -> Tokens:
-        default = "bytes" if tokenizer_file(origin) is None else "model"
         tokens = read_tokens(
             self.data,
-            self.tokenizer or default,
+            self.tokenizer or default_tokenizer(origin),
             tokenizer_file(origin),
             origin.config.vocab_size,
         )

@@ -16,8 +16,9 @@ from bridge.models import (
 from fsdp_jax.cli._average import averaged
 from fsdp_jax.cli._data_config import Tokenizer
 from fsdp_jax.cli._decoder import computed_in, plan_decoder
-from fsdp_jax.cli._model_source import Origin, open_any, tokenizer_file
+from fsdp_jax.cli._model_source import Origin, open_any
 from fsdp_jax.cli._options import Devices, Group, IgnoreField, Unset
+from fsdp_jax.cli._own_tokenizer import default_tokenizer, tokenizer_file
 from fsdp_jax.cli._precision import ParamDtype
 from fsdp_jax.cli._special_tokens import stop_tokens
 from fsdp_jax.cli._text_generation import (
@@ -111,10 +112,8 @@ class Generate:
             raise ValueError("; ".join(wrong) + ".")
 
     def _open_codec(self, origin: Origin) -> TextCodec:
-        default = "bytes" if tokenizer_file(origin) is None else "model"
-        return open_codec(
-            self.tokenizer or default, tokenizer_file(origin), origin.config.vocab_size
-        )
+        tokenizer = self.tokenizer or default_tokenizer(origin)
+        return open_codec(tokenizer, tokenizer_file(origin), origin.config.vocab_size)
 
     def _print(
         self, codec: TextCodec, prompt: str, new: Sequence[int], stop: tuple[int, ...]

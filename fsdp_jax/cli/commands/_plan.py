@@ -160,6 +160,8 @@ class Plan:
             )
         if not self.search_minutes > 0:
             raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
+        if isinstance(self.batch, int) and self.batch < 1:
+            raise ValueError(f"--batch {self.batch}: at least 1 row.")
         if self.seq < 1:
             raise ValueError(f"--seq {self.seq}: at least 1 token.")
         self._check_experts(config)

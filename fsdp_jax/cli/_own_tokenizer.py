@@ -1,0 +1,50 @@
+"""The tokenizer in a model's own files, where it has one that is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp_jax.cli._data_config import Tokenizer
+from fsdp_jax.cli._model_source import Origin
+
+# Vocabularies that other programs read.
+_OTHER_TOKENIZERS = (
+    *("tokenizer.model*", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model"),
+    *("tekken.json", "vocab.json", "vocab.txt", "merges.txt"),
+)
+
+
+def tokenizer_file(origin: Origin) -> Path | None:
+    """Returns the model's `tokenizer.json`; None if there is none."""
+    if origin.files is None:
+        return None
+    file = origin.files / "tokenizer.json"
+    return file if file.is_file() else None
+
+
+def default_tokenizer(origin: Origin) -> Tokenizer:
+    """Returns the tokenizer where none is asked for: the model's, or bytes without one.
+
+    Raises:
+      ValueError: If the model has one in files that are not read.
+    """
+    if tokenizer_file(origin) is not None:
+        return "model"
+    folder = origin.files
+    others = (
+        []
+        if folder is None
+        else [
+            file.name
+            for kind in _OTHER_TOKENIZERS
+            for file in sorted(folder.glob(kind))
+        ]
+    )
+    if others:
+        raise ValueError(
+            f"'{folder}' has {', '.join(others)}, and no tokenizer.json, which is what "
+            "fsdp-jax reads. Write one by transformers: AutoTokenizer.from_pretrained("
+            f"'{folder}').save_pretrained('{folder}'). Or choose --tokenizer bytes, "
+            "whose tokens are other ones than the model knows."
+        )
+    return "bytes"
