@@ -132,6 +132,7 @@ from bridge.families import (
     vaultgemma,
     xglm,
     youtu,
+    zamba,
     zamba2,
 )
 from bridge.families._family import Family
@@ -159,6 +160,7 @@ _MODULES = (
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
     *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model, hy_v4, axk2),
+    zamba,
 )
 
 

@@ -188,6 +188,8 @@ def _mixer_sizes(config: DecoderConfig) -> Sizes:
         sizes |= {
             "conv_kernel": mamba1.kernel_size,
             "channels": mamba1.num_channels,
+            "channel_heads": mamba1.num_heads or 1,
+            "channel_dim": mamba1.num_channels // (mamba1.num_heads or 1),
             "channel_state": mamba1.state_size,
             "step_rank": mamba1.time_step_rank,
         }

@@ -105,7 +105,7 @@ class DecoderConfig(DecoderFields):
       mamba1: Sizes of the layers of type `mamba1`; None without any.
       rg_lru: Sizes of the layers of type `rg_lru`; None without any.
       shared_blocks: Blocks of attention and an MLP that several layers of type `mamba`
-        run before their mixers, with the same weights; None for none.
+        or `mamba1` run before their mixers, with the same weights; None for none.
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
         of the token; None for True where there is neither `rope` nor ALiBi.

@@ -348,6 +348,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "activation of shared blocks": ("zamba2-small", {"hidden_act": "gelu"}),
     "time steps behind shared blocks": ("zamba2", {"mamba.min_time_step": 0.0}),
     "epsilon behind shared blocks": ("zamba2-small", {"mamba.norm_eps": None}),
+    "scores of a shared block": ("zamba", {"query_pre_attn_scalar": 24.0}),
+    "activation of a shared block": ("zamba-biased", {"hidden_act": "gelu"}),
+    "epsilon of a shared block": ("zamba-biased", {"norm_eps": 1e-5}),
 }
 
 

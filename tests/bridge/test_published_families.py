@@ -20,7 +20,7 @@ from bridge.families import FAMILIES
 from bridge.hf._tied_head import table_of
 
 # Whose layers share weights only if the head is tied.
-TIED_ALONE = {"zamba2", "zamba2-small"}
+TIED_ALONE = {"zamba", "zamba2", "zamba2-small"}
 
 
 @functools.cache

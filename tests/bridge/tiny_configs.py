@@ -1323,6 +1323,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-2,
     },
+    "zamba": {
+        "model_type": "zamba",
+        "num_hidden_layers": 7,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"] * 2 + ["mamba"],
+        "num_key_value_heads": 2,
+        "mamba_d_state": 10,
+    },
+    "zamba-biased": {
+        "model_type": "zamba",
+        # The third layer and the fifth, and one head of Mamba.
+        "num_hidden_layers": 6,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 1,
+        "n_mamba_heads": 1,
+        "mamba_d_state": 10,
+        "mamba_dt_rank": 5,
+        "attention_head_dim": 20,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-2,
+    },
     "axk2": {
         "model_type": "axk2",
         **LATENT,
