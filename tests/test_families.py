@@ -52,7 +52,7 @@ LIKE_OTHERS = {
     *("minimax", "kimi_linear", "cohere2_moe", "olmo_hybrid"),
     *("recurrent_gemma", "diffllama", "doge", "persimmon", "xglm", "biogpt", "aria"),
     *("bitnet", "modernbert", "mistral4", "cohere_compass", "lara_mini", "laguna"),
-    *("bailing_hybrid", "mllama", "hy_v4", "axk2", "zamba"),
+    *("bailing_hybrid", "mllama", "hy_v4", "axk2", "zamba", "jetmoe"),
 }
 # Of many kinds of layers, each compiled by itself; over tp in test_hybrid_families.py.
 LONG_TO_COMPILE = {"gemma3n", "deepseek_v4"}

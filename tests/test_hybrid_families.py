@@ -134,6 +134,8 @@ CASES = {
     ),
     "heads of Mamba 1 over tp": Case("zamba", {"tp": 2}, EVEN),
     "heads of Mamba 1 over dp": Case("zamba-biased", {"dp_shard": 2}),
+    "experts of attention over tp": Case("jetmoe", {"tp": 2}, EVEN),
+    "experts of attention over ep": Case("jetmoe", {"ep": 2}),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }

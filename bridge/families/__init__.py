@@ -74,6 +74,7 @@ from bridge.families import (
     iquestcoder,
     jais2,
     jamba,
+    jetmoe,
     kimi_linear,
     kolibri1,
     laguna,
@@ -160,7 +161,7 @@ _MODULES = (
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
     *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model, hy_v4, axk2),
-    zamba,
+    *(zamba, jetmoe),
 )
 
 

@@ -104,6 +104,8 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
             "two_head_dims": 2 * config.head_dim,
             "two_index_dims": 2 * index_dim,
         }
+    if (experts := config.attention_experts) is not None:
+        sizes["attention_experts"] = experts.num_experts
     if (full := config.full_attention) is not None:
         sizes |= {
             "full_heads": full.num_attention_heads or config.num_attention_heads,

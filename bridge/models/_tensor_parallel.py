@@ -17,6 +17,7 @@ _COLUMNS = {
     **{f"self_attn.{name}_proj.kernel": -2 for name in ("q", "k", "v", "q_b", "kv_b")},
     **{f"self_attn.{name}_proj.bias": -2 for name in "qkv"},
     "self_attn.o_a_proj.kernel": -4,
+    "self_attn.q_experts": -2,
     "self_attn.q_gate.kernel": -2,
     "self_attn.q_gate_proj.kernel": -2,
     "self_attn.q_gate.bias": -2,
@@ -70,6 +71,7 @@ _COLUMNS |= {
 _ROWS = {
     "self_attn.o_proj.kernel": -3,
     "self_attn.o_b_proj.kernel": -3,
+    "self_attn.o_experts": -3,
     "delta_net.o_proj.kernel": -3,
     "lightning.o_proj.kernel": -3,
     "mamba.o_proj.kernel": -3,
@@ -155,6 +157,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["num_attention_heads"] = config.num_attention_heads
         if (full := config.full_attention) and full.num_attention_heads:
             sizes["full_attention.num_attention_heads"] = full.num_attention_heads
+    if config.attention_experts is not None:
+        sizes["num_key_value_heads"] = config.num_key_value_heads
     if (compressed := config.compressed_attention) is not None:
         sizes["compressed_attention.o_groups"] = compressed.o_groups
     if "delta_net" in mixers and (delta := config.delta_net) is not None:

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.torch
 # keys of an earlier layer, entries of several tokens,
 # blocks of keys, two attentions a layer, values narrower than keys,
 # decays of each layer,
-# decays of each dim, blocks that several layers share, heads of Mamba 1.
+# decays of each dim, blocks that several layers share, heads of Mamba 1,
+# experts of attention.
 VARIANTS = [
     *("llama", "gemma3", "gpt2", "olmo2", "cohere", "glm4", "gpt_oss", "deepseek_v3"),
     *("opt", "hunyuan", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"),
@@ -32,7 +33,7 @@ VARIANTS = [
     *("kimi_linear", "cohere2_moe", "olmo_hybrid", "recurrent_gemma"),
     *("diffllama", "doge", "persimmon", "xglm", "biogpt", "bitnet", "aria"),
     *("modernbert", "mistral4", "cohere_compass", "lara_mini", "bailing_hybrid"),
-    *("laguna", "zamba2", "mllama", "hy_v4", "axk2", "zamba"),
+    *("laguna", "zamba2", "mllama", "hy_v4", "axk2", "zamba", "jetmoe"),
 ]
 # transformers counts the padding before a prompt among the positions by which the
 # queries of Llama 4 grow: here they do not yet.

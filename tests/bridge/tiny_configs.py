@@ -1345,6 +1345,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-2,
     },
+    "jetmoe": {
+        "model_type": "jetmoe",
+        "kv_channels": 16,
+        "num_local_experts": 6,
+        "rms_norm_eps": 0.1,
+    },
+    "jetmoe-untied": {
+        "model_type": "jetmoe",
+        "kv_channels": 16,
+        "num_attention_heads": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": False,
+    },
     "axk2": {
         "model_type": "axk2",
         **LATENT,
