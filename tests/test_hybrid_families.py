@@ -136,6 +136,7 @@ CASES = {
     "heads of Mamba 1 over dp": Case("zamba-biased", {"dp_shard": 2}),
     "experts of attention over tp": Case("jetmoe", {"tp": 2}, EVEN),
     "experts of attention over ep": Case("jetmoe", {"ep": 2}),
+    "norms of sums over tp": Case("openai-gpt", {"tp": 2}, EVEN),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }

@@ -110,6 +110,7 @@ from bridge.families import (
     olmo3,
     olmo_hybrid,
     olmoe,
+    openai_gpt,
     opt,
     persimmon,
     phi,
@@ -161,7 +162,7 @@ _MODULES = (
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
     *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model, hy_v4, axk2),
-    *(zamba, jetmoe),
+    *(zamba, jetmoe, openai_gpt),
 )
 
 

@@ -42,6 +42,8 @@ def sizes_of(config: DecoderConfig) -> Sizes:
         sizes["hash_layer"] = config.hash_layers
     for number, stack in enumerate(config.layer_stacks):
         sizes[capture(number)] = stack.layers
+        if stack.layers[0] > 0:
+            sizes[before_capture(number)] = [layer - 1 for layer in stack.layers]
         if (width := stack.kind.mlp_size) is not None:
             sizes[mlp_dim(stack.kind)] = width
     return sizes
@@ -55,6 +57,11 @@ def mlp_dim(kind: LayerKind) -> str:
 def capture(number: int) -> str:
     """Name of the dim that counts the layers of a stack."""
     return f"layer_{number}"
+
+
+def before_capture(number: int) -> str:
+    """Name of the dim that counts the layers before those of a stack, each one."""
+    return f"before_{number}"
 
 
 def use_capture(number: int) -> str:

@@ -110,7 +110,7 @@ def test_a_tied_file_may_hold_the_head_in_every_family(tmp_path, variant):
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "masked_bias")
 # Families whose attention kept the mask itself: the name of its module.
 MASKS = {
-    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode"), "attn"),
+    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode", "openai-gpt"), "attn"),
     "gpt_neox": "attention",
 }
 

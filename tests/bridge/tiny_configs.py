@@ -171,6 +171,7 @@ _NO_ATTENTION = dict.fromkeys(
 OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt2": GPT2_NAMES,
     "qwen3_5_moe_text": {"intermediate_size": None},
+    "openai-gpt": GPT2_NAMES,
     "gptj": GPT2_NAMES,
     "codegen": GPT2_NAMES,
     "dbrx": {
@@ -1357,6 +1358,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_local_experts": 4,
         "num_experts_per_tok": 3,
+        "tie_word_embeddings": False,
+    },
+    "openai-gpt": {"model_type": "openai-gpt"},
+    "openai-gpt-untied": {
+        "model_type": "openai-gpt",
+        "num_hidden_layers": 1,
+        "afn": "relu",
+        "layer_norm_epsilon": 1e-2,
         "tie_word_embeddings": False,
     },
     "axk2": {

@@ -66,7 +66,7 @@ LESS_ONE = {
 WIDE = {"zamba", "zamba2"}
 TABLES = (
     *("embed_tokens", "embed_positions", "wte", "wpe", "lm_head"),
-    *("embed_in", "embed_out", "word_embeddings"),
+    *("embed_in", "embed_out", "word_embeddings", "tokens_embed", "positions_embed"),
 )
 
 
