@@ -132,6 +132,11 @@ CASES = {
     "shared blocks over pp": Case(
         "zamba2-small", {"pp": 2}, {"layers_block_type": ["hybrid"] * 4}, "layers"
     ),
+    "heads of Mamba 1 over tp": Case("zamba", {"tp": 2}, EVEN),
+    "heads of Mamba 1 over dp": Case("zamba-biased", {"dp_shard": 2}),
+    "experts of attention over tp": Case("jetmoe", {"tp": 2}, EVEN),
+    "experts of attention over ep": Case("jetmoe", {"ep": 2}),
+    "norms of sums over tp": Case("openai-gpt", {"tp": 2}, EVEN),
     # Whose layers all read one constant, whether heads turn.
     "norms of turned heads over pp": Case("nanochat", {"pp": 2}, stack="layers"),
 }
@@ -213,6 +218,7 @@ def test_a_step_of_two_devices_is_that_of_one(name):
         ("qwen3_next", "delta_net"),
         ("granitemoehybrid", "mamba"),
         ("jamba-dense", "mamba1"),
+        ("zamba", "mamba1"),
         ("recurrent_gemma", "rg_lru"),
         ("lfm2", "short_conv"),
     ],
@@ -268,6 +274,7 @@ def test_a_mixer_over_cp_has_the_outputs_and_gradients_of_whole_rows(variant, mi
         ("qwen3_next", 4, ["num_key_heads 2"]),
         ("granitemoehybrid", 3, ["mamba.num_heads 4"]),
         ("mamba", 5, ["mamba1.num_channels 96"]),
+        ("zamba", 4, ["mamba1.num_heads 2"]),
         ("recurrent_gemma", 3, ["rg_lru.num_heads 4"]),
     ],
 )
@@ -279,7 +286,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_by_name(variant, ranks, size
 
 HYBRIDS = [
     *("lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1", "mamba2", "mamba"),
-    *("jamba", "minimax", "recurrent_gemma"),
+    *("jamba", "minimax", "recurrent_gemma", "zamba"),
 ]
 
 

@@ -74,6 +74,7 @@ from bridge.families import (
     iquestcoder,
     jais2,
     jamba,
+    jetmoe,
     kimi_linear,
     kolibri1,
     laguna,
@@ -109,6 +110,7 @@ from bridge.families import (
     olmo3,
     olmo_hybrid,
     olmoe,
+    openai_gpt,
     opt,
     persimmon,
     phi,
@@ -132,6 +134,7 @@ from bridge.families import (
     vaultgemma,
     xglm,
     youtu,
+    zamba,
     zamba2,
 )
 from bridge.families._family import Family
@@ -159,6 +162,7 @@ _MODULES = (
     *(olmo_hybrid, recurrent_gemma, diffllama, doge, persimmon, xglm, biogpt),
     *(aria, bitnet, modernbert_decoder, mistral4, cohere_compass),
     *(lara_mini, bailing_hybrid, laguna, zamba2, mllama_text_model, hy_v4, axk2),
+    *(zamba, jetmoe, openai_gpt),
 )
 
 

@@ -42,6 +42,8 @@ def sizes_of(config: DecoderConfig) -> Sizes:
         sizes["hash_layer"] = config.hash_layers
     for number, stack in enumerate(config.layer_stacks):
         sizes[capture(number)] = stack.layers
+        if stack.layers[0] > 0:
+            sizes[before_capture(number)] = [layer - 1 for layer in stack.layers]
         if (width := stack.kind.mlp_size) is not None:
             sizes[mlp_dim(stack.kind)] = width
     return sizes
@@ -55,6 +57,11 @@ def mlp_dim(kind: LayerKind) -> str:
 def capture(number: int) -> str:
     """Name of the dim that counts the layers of a stack."""
     return f"layer_{number}"
+
+
+def before_capture(number: int) -> str:
+    """Name of the dim that counts the layers before those of a stack, each one."""
+    return f"before_{number}"
 
 
 def use_capture(number: int) -> str:
@@ -104,6 +111,8 @@ def _attention_sizes(config: DecoderConfig) -> Sizes:
             "two_head_dims": 2 * config.head_dim,
             "two_index_dims": 2 * index_dim,
         }
+    if (experts := config.attention_experts) is not None:
+        sizes["attention_experts"] = experts.num_experts
     if (full := config.full_attention) is not None:
         sizes |= {
             "full_heads": full.num_attention_heads or config.num_attention_heads,
@@ -188,6 +197,8 @@ def _mixer_sizes(config: DecoderConfig) -> Sizes:
         sizes |= {
             "conv_kernel": mamba1.kernel_size,
             "channels": mamba1.num_channels,
+            "channel_heads": mamba1.num_heads or 1,
+            "channel_dim": mamba1.num_channels // (mamba1.num_heads or 1),
             "channel_state": mamba1.state_size,
             "step_rank": mamba1.time_step_rank,
         }

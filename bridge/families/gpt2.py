@@ -17,29 +17,8 @@ from bridge.rules._rules import Rule
 _NAMES = tuple(f"self_attn.{name}_proj" for name in "qkv")
 
 
-def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
-    del config, kind
-    qkv = "embed (heads head_dim) -> embed heads head_dim"
-    bias = "(heads head_dim) -> heads head_dim"
-    return (
-        *_norm("ln_1", "input_layernorm"),
-        Rule(
-            "attn.c_attn.weight",
-            tuple(f"{name}.kernel" for name in _NAMES),
-            (qkv,) * 3,
-            dim=1,
-        ),
-        Rule("attn.c_attn.bias", tuple(f"{name}.bias" for name in _NAMES), (bias,) * 3),
-        *_conv1d(
-            "attn.c_proj",
-            "self_attn.o_proj",
-            "(heads head_dim) embed -> heads head_dim embed",
-            "embed",
-        ),
-        *_norm("ln_2", "pre_feedforward_layernorm"),
-        *_conv1d("mlp.c_fc", "mlp.up_proj", "embed mlp -> embed mlp", "mlp"),
-        *_conv1d("mlp.c_proj", "mlp.down_proj", "mlp embed -> mlp embed", "embed"),
-    )
+_HEADS = "embed (heads head_dim) -> embed heads head_dim"
+_BIAS = "(heads head_dim) -> heads head_dim"
 
 
 def _conv1d(source: str, destination: str, layout: str, out: str) -> Rules:
@@ -49,7 +28,39 @@ def _conv1d(source: str, destination: str, layout: str, out: str) -> Rules:
     )
 
 
-def _norm(source: str, destination: str) -> Rules:
+ATTENTION: Rules = (
+    Rule(
+        "attn.c_attn.weight",
+        tuple(f"{name}.kernel" for name in _NAMES),
+        (_HEADS,) * 3,
+        dim=1,
+    ),
+    Rule("attn.c_attn.bias", tuple(f"{name}.bias" for name in _NAMES), (_BIAS,) * 3),
+    *_conv1d(
+        "attn.c_proj",
+        "self_attn.o_proj",
+        "(heads head_dim) embed -> heads head_dim embed",
+        "embed",
+    ),
+)
+"""Projections of attention, stored as [in, out]."""
+
+MLP: Rules = (
+    *_conv1d("mlp.c_fc", "mlp.up_proj", "embed mlp -> embed mlp", "mlp"),
+    *_conv1d("mlp.c_proj", "mlp.down_proj", "mlp embed -> mlp embed", "embed"),
+)
+"""Projections of an MLP, stored as [in, out]."""
+
+
+def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
+    del config, kind
+    first = layer_norm("ln_1", "input_layernorm")
+    second = layer_norm("ln_2", "pre_feedforward_layernorm")
+    return first + ATTENTION + second + MLP
+
+
+def layer_norm(source: str, destination: str) -> Rules:
+    """Scale and bias of a layer norm."""
     return (
         Rule(f"{source}.weight", f"{destination}.scale", "embed -> embed"),
         Rule(f"{source}.bias", f"{destination}.bias", "embed -> embed"),
@@ -65,7 +76,7 @@ def _key_mapping(prefix: str) -> KeyMapping:
         rules = (
             table("wte", "embed_tokens", "vocab"),
             table("wpe", "embed_positions", "positions"),
-            *_norm(f"{prefix}ln_f", "norm"),
+            *layer_norm(f"{prefix}ln_f", "norm"),
         )
         return rules + (() if config.tie_word_embeddings else (HEAD,))
 

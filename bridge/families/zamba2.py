@@ -23,12 +23,25 @@ from bridge.families._field_transform import FieldTransform
 from bridge.families._fields import SIZES, tokens
 from bridge.families._hf_rope import rope
 from bridge.families._mamba import mamba
+from bridge.families._shared_blocks import (
+    HEADS,
+    HYBRID,
+    LINEAR,
+    TIED,
+    TYPES,
+    block_attention,
+    block_copies,
+    block_prefix,
+    hybrid_layers,
+    tied_alone,
+    types_of,
+)
 from bridge.models import DecoderConfig, LayerKind, SharedBlocksConfig
 from bridge.rules._rules import Rule
 
 Fields = Mapping[str, Any]
 _NORM = {"input_layernorm": "input_layernorm"}
-_HEADS = {"q": "heads head_dim", "k": "kv_heads head_dim", "v": "kv_heads v_head_dim"}
+_NAME = "shared_transformer"
 
 
 def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
@@ -41,16 +54,7 @@ def _layer(config: DecoderConfig, kind: LayerKind) -> Rules:
     )
 
 
-def _at(blocks: SharedBlocksConfig, number: int) -> str:
-    """Prefix of a block in the file: that of the first layer that runs it."""
-    return f"model.layers.{blocks.layers[number]}.shared_transformer."
-
-
 def _block(config: DecoderConfig, at: str, to: str) -> Rules:
-    rules = (norm(f"{at}input_layernorm", f"{to}input_layernorm", "two_embeds"),)
-    for name, heads in _HEADS.items():
-        names = f"{at}self_attn.{name}_proj", f"{to}self_attn.{name}_proj"
-        rules += linear(*names, f"({heads}) two_embeds -> two_embeds {heads}")
     up, down = f"{at}feed_forward.gate_up_proj", f"{at}feed_forward.down_proj"
     parts = f"{to}mlp.gate_proj", f"{to}mlp.up_proj"
     leaves = {"weight": ("kernel", "mlp embed -> embed mlp")}
@@ -58,13 +62,7 @@ def _block(config: DecoderConfig, at: str, to: str) -> Rules:
         leaves["bias"] = ("bias", "mlp -> mlp")
     back = "embed -> embed" if config.mlp_bias else None
     return (
-        *rules,
-        *linear(
-            f"{at}self_attn.o_proj",
-            f"{to}self_attn.o_proj",
-            "embed (heads v_head_dim) -> heads v_head_dim embed",
-        ),
-        norm(f"{at}pre_ff_layernorm", f"{to}pre_feedforward_layernorm"),
+        *block_attention(at, to),
         *(
             Rule(f"{up}.{theirs}", tuple(f"{p}.{leaf}" for p in parts), (layout,) * 2)
             for theirs, (leaf, layout) in leaves.items()
@@ -77,7 +75,7 @@ def _adapters(blocks: SharedBlocksConfig, at: str, use: str, to: str) -> Rules:
     """What the layers of a stack add to a block, which the file holds in the block."""
     rules = ()
     if blocks.attention_rank is not None:
-        for name, heads in _HEADS.items():
+        for name, heads in HEADS.items():
             source = f"{at}self_attn.linear_{name}_adapter_list.{{{use}}}"
             own, rank = f"{to}{name}_adapter.", "attention_rank"
             down = f"{rank} two_embeds -> two_embeds {rank}"
@@ -97,53 +95,35 @@ def _adapters(blocks: SharedBlocksConfig, at: str, use: str, to: str) -> Rules:
     )
 
 
-def _copies(config: DecoderConfig) -> dict[str, str]:
-    """Prefixes of a block in the later layers that run it."""
-    blocks = config.shared_blocks
-    assert blocks is not None
-    return {
-        f"model.layers.{layer}.shared_transformer.": _at(blocks, i % blocks.num_blocks)
-        for i, layer in enumerate(blocks.layers)
-        if i >= blocks.num_blocks
-    }
-
-
 def _outer(config: DecoderConfig) -> Rules:
     blocks = config.shared_blocks
     assert blocks is not None
     rules = outside(norm="model.final_layernorm")(config)
     for number in range(blocks.num_blocks):
-        rules += _block(config, _at(blocks, number), f"shared_blocks.{number}.")
+        at = block_prefix(blocks, number, _NAME)
+        rules += _block(config, at, f"shared_blocks.{number}.")
     for number, stack in enumerate(config.layer_stacks):
         if (block := stack.kind.shared_block) is not None:
             to = f"{stack.path}.shared_use.adapters."
-            rules += _adapters(blocks, _at(blocks, block), use_capture(number), to)
+            at = block_prefix(blocks, block, _NAME)
+            rules += _adapters(blocks, at, use_capture(number), to)
     return rules
 
 
-_TYPES, _COUNT = "layers_block_type", "num_mem_blocks"
-_HYBRID, _LINEAR, _IDS = "hybrid", "linear_attention", "hybrid_layer_ids"
+_COUNT, _IDS = "num_mem_blocks", "hybrid_layer_ids"
 _ADAPTED, _RANK = "use_shared_attention_adapter", "adapter_rank"
-_BLOCKS = {_TYPES: None, _IDS: None, _COUNT: 1, _ADAPTED: False, _RANK: 128}
+_BLOCKS = {TYPES: None, _IDS: None, _COUNT: 1, _ADAPTED: False, _RANK: 128}
 # Of the 54 layers of Zamba2-2.7B.
 _HYBRIDS = (*range(6, 48, 6), 47, 51)
 
 
 def _read_blocks(fields: Fields) -> dict[str, Any]:
-    count, given = fields["num_hidden_layers"], fields[_TYPES]
+    count, given = fields["num_hidden_layers"], fields[TYPES]
     if given is None:
-        given = [_HYBRID if i in _HYBRIDS else _LINEAR for i in range(54)]
-    wrong = []
-    # transformers takes whatever is not hybrid for a Mamba layer.
-    if unknown := sorted(set(map(str, given)) - {_HYBRID, _LINEAR, "mamba"}):
-        wrong.append(f"{_TYPES} has {unknown}: known are {[_HYBRID, _LINEAR, 'mamba']}")
-    layers = tuple(i for i, kind in enumerate(given) if kind == _HYBRID)
-    if not layers:
-        wrong.append(
-            f"{_TYPES} has no {_HYBRID!r}: a mamba2 model has such layers alone"
-        )
+        given = [HYBRID if i in _HYBRIDS else LINEAR for i in range(54)]
+    layers, wrong = hybrid_layers(given, "a mamba2 model has such layers alone")
     if fields[_IDS] is not None and tuple(fields[_IDS]) != layers:
-        wrong.append(f"{_IDS} = {fields[_IDS]}, but {_TYPES} has {list(layers)}")
+        wrong.append(f"{_IDS} = {fields[_IDS]}, but {TYPES} has {list(layers)}")
     if wrong:
         raise ValueError("\n".join(wrong))
     rank = fields[_RANK]
@@ -160,32 +140,13 @@ def _read_blocks(fields: Fields) -> dict[str, Any]:
 def _write_blocks(config: DecoderConfig) -> dict[str, Any]:
     blocks = config.shared_blocks
     assert blocks is not None
-    layers = range(config.num_hidden_layers)
     return {
-        _TYPES: [_HYBRID if i in blocks.layers else _LINEAR for i in layers],
+        TYPES: types_of(config),
         _IDS: blocks.layers,
         _COUNT: blocks.num_blocks,
         _ADAPTED: blocks.attention_rank is not None,
         _RANK: blocks.mlp_rank,
     }
-
-
-_TIED = "tie_word_embeddings"
-
-
-def _read_tied(fields: Fields) -> dict[str, Any]:
-    if not fields[_TIED]:
-        raise ValueError(
-            f"{_TIED} = {fields[_TIED]!r}: transformers ties blocks and head together, "
-            f"so that no layers share one then, whatever {_COUNT} says; set it to true "
-            "if they do"
-        )
-    return {_TIED: True}
-
-
-def _write_tied(config: DecoderConfig) -> dict[str, Any]:
-    del config
-    return {_TIED: True}
 
 
 _WIDTH = "attention_head_dim"
@@ -294,7 +255,7 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     return {_TURNS: True, **_ROPE.write(config)}
 
 
-_OTHERS = {*_HEAD, _TIED, "head_dim"}
+_OTHERS = {*_HEAD, TIED, "head_dim"}
 
 FAMILY = Family(
     model_type="zamba2",
@@ -314,7 +275,7 @@ FAMILY = Family(
             {**_ROPE.defaults, _TURNS: False},
         ),
         FieldTransform(tuple(_BLOCKS), _read_blocks, _write_blocks, _BLOCKS),
-        FieldTransform((_TIED,), _read_tied, _write_tied, {_TIED: True}),
+        tied_alone(_COUNT),
         FieldTransform(tuple(_HEAD), _read_heads, _write_heads, _HEAD),
         FieldTransform(tuple(_MAMBA), _read_mamba, _write_mamba, _MAMBA),
     ),
@@ -327,9 +288,9 @@ FAMILY = Family(
         "use_mamba_kernels": True,
         "use_mem_eff_path": False,
     },
-    aliases={"layer_types": _TYPES, "head_dim": _WIDTH},
+    aliases={"layer_types": TYPES, "head_dim": _WIDTH},
     optional=("rope", "mamba", "shared_blocks"),
     key_mappings=(KeyMapping(_outer, Layers("model.layers.{layer}.", _layer)),),
     ignore=ignore_tied_head,
-    copies=_copies,
+    copies=block_copies(_NAME),
 )

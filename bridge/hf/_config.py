@@ -21,6 +21,7 @@ from bridge.hf._unread import (
 )
 from bridge.models import (
     AltUpConfig,
+    AttentionExpertsConfig,
     BlockIndexerConfig,
     CompressedAttentionConfig,
     DecoderConfig,
@@ -52,6 +53,7 @@ _PARTS = {
     "indexer": IndexerConfig,
     "block_indexer": BlockIndexerConfig,
     "compressed_attention": CompressedAttentionConfig,
+    "attention_experts": AttentionExpertsConfig,
     "hyper_connections": HyperConnectionsConfig,
     "full_attention": FullAttentionConfig,
     "head_transform": HeadTransformConfig,

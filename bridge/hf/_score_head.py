@@ -16,6 +16,7 @@ _CAUSAL, _SCORED = "ForCausalLM", "ForSequenceClassification"
 # Whose class with a score has another name than the one with logits.
 _OTHER_NAMES = {
     "gpt2": "GPT2ForSequenceClassification",
+    "openai-gpt": "OpenAIGPTForSequenceClassification",
     "cohere_compass_text": "CohereCompassTextForSequenceClassification",
     "gemma3_text": "Gemma3TextForSequenceClassification",
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",

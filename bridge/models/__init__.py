@@ -9,6 +9,9 @@ from bridge.models._attention_choice import AttentionShape as AttentionShape
 from bridge.models._attention_choice import KernelChoice as KernelChoice
 from bridge.models._attention_choice import WantedKernel as WantedKernel
 from bridge.models._attention_choice import choose_attention as choose_attention
+from bridge.models._attention_experts_config import (
+    AttentionExpertsConfig as AttentionExpertsConfig,
+)
 from bridge.models._attention_kernel import AttentionKernel as AttentionKernel
 from bridge.models._block_indexer_config import (
     BlockIndexerConfig as BlockIndexerConfig,

@@ -214,9 +214,9 @@ def _rg_lru_state(
 def _attention_mamba_state(
     config: DecoderConfig, dims: tuple[int, int], slots: int, dtype: DTypeLike
 ) -> AttentionMambaState:
+    state = _mamba_state if config.mamba1 is None else _mamba1_state
     return AttentionMambaState(
-        key_values(config, dims, slots, dtype),
-        _mamba_state(config, dims, slots, dtype),
+        key_values(config, dims, slots, dtype), state(config, dims, slots, dtype)
     )
 
 

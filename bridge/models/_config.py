@@ -43,6 +43,8 @@ class DecoderConfig(DecoderFields):
         `rms_wide`, but the scale is stored minus one; `layer`: layer norm in float32;
         `layer_zero_centered`: like `layer`, but the scale is stored minus one.
       norm_eps: Epsilon added to the mean square, or variance, under the root.
+      final_norm_eps: The same of the norm behind the last layer, where it differs; None
+        for `norm_eps`.
       norm_scale: Whether norms multiply by a scale.
       norm_bias: Whether norms of the residual stream add a bias.
       norm_gate_rank: Width of the gates of norms, before each mixer and before
@@ -85,6 +87,8 @@ class DecoderConfig(DecoderFields):
         the other.
       dynamic_mask_size: Longest row of attention whose keys have a bias, made of their
         values; None for keys without one.
+      attention_experts: Experts of attention, of which each token has a few, each with
+        queries of all key heads and a projection back; None for none.
       mla: Sizes of latent attention; None for grouped-query attention.
       full_attention: Sizes of full-attention layers among sliding ones, where they
         differ; None for those of all layers.
@@ -105,7 +109,7 @@ class DecoderConfig(DecoderFields):
       mamba1: Sizes of the layers of type `mamba1`; None without any.
       rg_lru: Sizes of the layers of type `rg_lru`; None without any.
       shared_blocks: Blocks of attention and an MLP that several layers of type `mamba`
-        run before their mixers, with the same weights; None for none.
+        or `mamba1` run before their mixers, with the same weights; None for none.
       rope: Rotary embedding of queries and keys; None for none.
       learned_positions: Whether a learned embedding of the position is added to that
         of the token; None for True where there is neither `rope` nor ALiBi.

@@ -335,8 +335,9 @@ def _inconsistent_layers(config: DecoderFields) -> list[str]:
     if "none" in (types or ()) or config.mixer_only_layers:
         if config.norm_placement != "pre":
             wrong.append("layers without mixer or MLP: norm_placement is 'pre'")
-    if config.unnormed_mixer_layers and config.norm_placement != "pre":
-        wrong.append("unnormed_mixer_layers: norm_placement is 'pre'")
+    placements = ("pre", "in_stream")
+    if config.unnormed_mixer_layers and config.norm_placement not in placements:
+        wrong.append("unnormed_mixer_layers: norm_placement is 'pre' or 'in_stream'")
     if config.rope is None and (config.sliding_rope or config.no_rope_layers):
         wrong.append("sliding_rope and no_rope_layers need a rope")
     return wrong

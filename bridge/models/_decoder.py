@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 from bridge.models._attention import Attention, dot_product_attention
 from bridge.models._config import DecoderConfig
 from bridge.models._constrain import Constrain, unconstrained
-from bridge.models._decoder_parts import make_norm, make_streams
+from bridge.models._decoder_parts import make_final_norm, make_norm, make_streams
 from bridge.models._float8 import Product, plain_product
 from bridge.models._float8_grouped import GroupedProduct
 from bridge.models._grouped import grouped_matmul
@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
             products=self.products[0],
         )
         self.shared_blocks = make_shared_blocks(config, rngs, self.products, **own)
-        self.norm = make_norm(config, param_dtype)
+        self.norm = make_final_norm(config, param_dtype)
         self.head_transform = make_head_transform(config, rngs, param_dtype)
         self.lm_head = make_head(config, rngs, param_dtype)
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from bridge.models._altup_config import AltUpConfig
+from bridge.models._attention_experts_config import AttentionExpertsConfig
 from bridge.models._block_indexer_config import BlockIndexerConfig
 from bridge.models._compressed_attention_config import CompressedAttentionConfig
 from bridge.models._delta_net_config import DeltaNetConfig
@@ -81,6 +82,7 @@ class DecoderFields:
     max_position_embeddings: int = 2048
     norm: Norm = "rms"
     norm_eps: float = 1e-6
+    final_norm_eps: float | None = None
     norm_scale: bool = True
     norm_bias: bool = False
     norm_gate_rank: int | None = None
@@ -109,6 +111,7 @@ class DecoderFields:
     inner_norms: bool = False
     differential_attention: bool = False
     dynamic_mask_size: int | None = None
+    attention_experts: AttentionExpertsConfig | None = None
     mla: MLAConfig | None = None
     full_attention: FullAttentionConfig | None = None
     kv_sharing: KVSharingConfig | None = None

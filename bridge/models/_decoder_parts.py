@@ -1,5 +1,6 @@
 """Parts of a decoder and of its layers, made by the config and a layer's kind."""
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from jaxtyping import DTypeLike
 
 from bridge.models._altup import StreamProjections
 from bridge.models._attention import Attention
+from bridge.models._attention_experts import ExpertAttention
 from bridge.models._block_sparse_attention import BlockSparseAttention
 from bridge.models._compressed_attention import CompressedAttention
 from bridge.models._config import DecoderConfig
@@ -53,6 +55,13 @@ def make_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
         narrow=config.residual_in_fp32,
         param_dtype=param_dtype,
     )
+
+
+def make_final_norm(config: DecoderConfig, param_dtype: DTypeLike) -> Norm:
+    """Returns the norm behind the last layer."""
+    if (epsilon := config.final_norm_eps) is not None:
+        config = dataclasses.replace(config, norm_eps=epsilon)
+    return make_norm(config, param_dtype)
 
 
 class LayerNorms(NamedTuple):
@@ -150,6 +159,8 @@ def make_attention(
         make = DifferentialAttention
     elif config.dynamic_mask_size is not None:
         make = DynamicMaskAttention
+    elif config.attention_experts is not None:
+        make = ExpertAttention
     if config.compressed_attention is not None:
         make = partial(CompressedAttention, compresses=kind.compresses)
     if config.kv_sharing is not None:

@@ -8,6 +8,13 @@ _NOT_BESIDE = (
     *("attention_chunk_size", "dense_branch"),
 )
 
+_NOT_BESIDE_EXPERTS = (
+    *_NOT_BESIDE,
+    *("differential_attention", "dynamic_mask_size", "inner_norms", "attention_sinks"),
+    *("attention_bias", "qk_norm", "value_norm", "clip_qkv", "query_scale"),
+    *("multipliers", "shared_blocks"),
+)
+
 _NOT_BESIDE_INNER_NORMS = (
     *("differential_attention", "dynamic_mask_size", "compressed_attention", "moe"),
     *("kv_sharing", "indexer", "mla", "dense_branch"),
@@ -27,6 +34,7 @@ def inconsistent_heads(config: DecoderFields) -> list[str]:
     wrong = (
         _inconsistent_inner_norms(config)
         + _inconsistent_gates(config)
+        + _inconsistent_experts(config)
         + [
             f"{name}: not beside {other}"
             for name in given
@@ -54,6 +62,24 @@ def _inconsistent_gates(config: DecoderFields) -> list[str]:
         wrong.append(f"norm_gate_rank: beside {', '.join(beside)} norms have no gates")
     if config.mla and config.mla.gated_queries and config.attention_gate:
         wrong.append("mla.gated_queries: attention_gate is another gate")
+    return wrong
+
+
+def _inconsistent_experts(config: DecoderFields) -> list[str]:
+    """Returns what is wrong with fields beside experts of attention."""
+    if (experts := config.attention_experts) is None:
+        return []
+    wrong = [
+        f"attention_experts: not beside {name}"
+        for name in _NOT_BESIDE_EXPERTS
+        if getattr(config, name)
+    ]
+    chosen, kv_heads = experts.num_experts_per_tok, config.num_key_value_heads
+    if config.num_attention_heads != chosen * kv_heads:
+        wrong.append(
+            f"num_attention_heads {config.num_attention_heads} is not {chosen} "
+            f"attention_experts.num_experts_per_tok of num_key_value_heads {kv_heads}"
+        )
     return wrong
 
 

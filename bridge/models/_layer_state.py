@@ -142,15 +142,15 @@ class RGLRUState(NamedTuple):
 
 
 class AttentionMambaState(NamedTuple):
-    """State of attention and a Mamba 2 mixer side by side, or one after the other.
+    """State of attention and a Mamba mixer side by side, or one after the other.
 
     Attributes:
       attention: KV cache.
-      mamba: State of the Mamba 2 mixer.
+      mamba: State of the mixer; only behind shared blocks one of Mamba 1.
     """
 
     attention: KeyValues
-    mamba: MambaState
+    mamba: MambaState | Mamba1State
 
 
 class TwoKeyValues(NamedTuple):

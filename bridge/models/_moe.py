@@ -294,6 +294,8 @@ class MoE(nnx.Module):
         self.latent_out = latent(narrow, (embed,)) if narrow else None
         own = MoENorms(config, param_dtype=param_dtype) if moe.own_norms else None
         self.norms = own
+        zeros = jnp.zeros(embed, param_dtype)
+        self.output_bias = nnx.Param(zeros) if moe.output_bias else None
         self.dispatch = dispatch
         self.num_experts = moe.num_experts
 
@@ -339,6 +341,8 @@ class MoE(nnx.Module):
             y = _add_itself(y, read, jnp.where(experts < self.num_experts, 0, weights))
         if self.latent_out is not None:
             y = self.latent_out(y)
+        if self.output_bias is not None:
+            y += jnp.expand_dims(self.output_bias[...], (0, 1))
         if self.shared_expert is None:
             return y, Routed(stats, experts)
         shared = self.shared_expert(x)

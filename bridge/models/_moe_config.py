@@ -44,6 +44,7 @@ class MoEConfig:
       float32_logits: Whether the router projects in float32 for weights of any dtype.
       rounded_weights: Whether the weights are rounded to the dtype of the model.
       expert_bias: Whether the experts' projections have biases.
+      output_bias: Whether a bias is added to what the experts of a token sum to.
       latent_size: Width of the vectors that experts see, projected from the token and
         back; None for the token itself.
       swiglu_limit: Bound on the inputs of the experts' gated activation; None for no
@@ -90,6 +91,7 @@ class MoEConfig:
     float32_logits: bool = False
     rounded_weights: bool = False
     expert_bias: bool = False
+    output_bias: bool = False
     latent_size: int | None = None
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None

@@ -18,8 +18,8 @@ State = Float[Array, "batch channels state"]
 
 def selective_scan(
     x: Float[Array, "batch seq channels"],
-    b: Float[Array, "batch seq state"],
-    c: Float[Array, "batch seq state"],
+    b: Float[Array, "batch seq *heads state"],
+    c: Float[Array, "batch seq *heads state"],
     step: Float[Array, "batch seq channels"],
     rate: Float[Array, "channels state"],
     state: State | None = None,
@@ -29,8 +29,9 @@ def selective_scan(
 
     Args:
       x: Inputs of the channels.
-      b: Projection of each token into the state.
-      c: Projection of the state for each token.
+      b: Projection of each token into the state, of all channels or of each head,
+        whose channels are next to each other.
+      c: Projection of the state for each token, likewise.
       step: Time step of each token; one of 0 neither decays nor adds.
       rate: Logarithm of the decay per unit of time, negative.
       state: State before the first token; None for zeros.
@@ -56,10 +57,10 @@ def selective_scan(
         x, b, c, step, begins = slices
         decay = jnp.exp(step[..., None] * rate)
         decay = jnp.where(begins[..., None, None], 0, decay)
-        added = (step * x)[..., None] * b[:, :, None]
+        added = (step * x)[..., None] * _by_channel(b, channels)
         decays, sums = jax.lax.associative_scan(combine, (decay, added), axis=1)
         states = sums + decays * state[:, None]
-        return states[:, -1], (states * c[:, :, None]).sum(-1)
+        return states[:, -1], (states * _by_channel(c, channels)).sum(-1)
 
     parts = (
         *(part.astype(wide) for part in (x, b, c, step)),
@@ -94,6 +95,13 @@ def begins_segment(
     if ids is None:
         return jnp.zeros(x.shape[:2], jnp.bool_)
     return jnp.concatenate([jnp.zeros_like(ids[:, :1]), jnp.diff(ids)], axis=1) != 0
+
+
+def _by_channel(part: Array, channels: int) -> Array:
+    """Returns projections of the state with a dim of channels, which may be 1."""
+    if part.ndim == 3:
+        return part[:, :, None]
+    return jnp.repeat(part, channels // part.shape[2], axis=2)
 
 
 def _to_chunks(part: Array, size: int) -> Array:

@@ -32,13 +32,17 @@ def inconsistent_shared_blocks(config: DecoderFields) -> list[str]:
         wrong.append("shared_blocks: their norms have a scale, and norm_scale is False")
     if not config.gated_mlp:
         wrong.append("shared_blocks: their MLPs have a gate, and gated_mlp is False")
-    if config.mamba is None:
-        wrong.append("shared_blocks: mixers behind them are Mamba 2, and mamba is None")
+    if (config.mamba is None) == (config.mamba1 is None):
+        wrong.append(
+            "shared_blocks: mixers behind them are Mamba, of one kind: set either "
+            "mamba or mamba1"
+        )
     types = config.layer_types or ("full_attention",) * config.num_hidden_layers
-    others = [i for i in blocks.layers if types[i : i + 1] != ("mamba",) or i < 0]
+    known = {("mamba",), ("mamba1",)}
+    others = [i for i in blocks.layers if types[i : i + 1] not in known or i < 0]
     if others:
         wrong.append(
             f"shared_blocks.layers {others}: none of the {config.num_hidden_layers} "
-            "layers, or not of type 'mamba'"
+            "layers, or not of type 'mamba' or 'mamba1'"
         )
     return wrong

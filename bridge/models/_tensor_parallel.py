@@ -17,6 +17,7 @@ _COLUMNS = {
     **{f"self_attn.{name}_proj.kernel": -2 for name in ("q", "k", "v", "q_b", "kv_b")},
     **{f"self_attn.{name}_proj.bias": -2 for name in "qkv"},
     "self_attn.o_a_proj.kernel": -4,
+    "self_attn.q_experts": -2,
     "self_attn.q_gate.kernel": -2,
     "self_attn.q_gate_proj.kernel": -2,
     "self_attn.q_gate.bias": -2,
@@ -47,6 +48,7 @@ _COLUMNS |= {
     **{f"mamba.dt_proj.{leaf}": -1 for leaf in ("kernel", "bias")},
     **{f"mamba1.{name}_proj.kernel": -1 for name in ("z", "x", "dt")},
     **{f"mamba1.{name}_proj.bias": -1 for name in ("z", "x", "dt")},
+    **{f"mamba1.xz_proj.{leaf}": -2 for leaf in ("kernel", "bias")},
     "mamba1.x_conv.kernel": -2,
     "mamba1.x_conv.bias": -1,
     "mamba1.a_log": -2,
@@ -69,6 +71,7 @@ _COLUMNS |= {
 _ROWS = {
     "self_attn.o_proj.kernel": -3,
     "self_attn.o_b_proj.kernel": -3,
+    "self_attn.o_experts": -3,
     "delta_net.o_proj.kernel": -3,
     "lightning.o_proj.kernel": -3,
     "mamba.o_proj.kernel": -3,
@@ -77,6 +80,11 @@ _ROWS = {
     "short_conv.out_proj.kernel": -2,
     "down_proj.kernel": -2,
     "experts.down_proj": -2,
+}
+# Projections that each head of Mamba 1 has of its own.
+_BY_MAMBA1_HEAD = {
+    **{f"mamba1.{name}_proj.kernel": -3 for name in ("step", "b", "c", "dt")},
+    "mamba1.dt_proj.bias": -2,
 }
 # Split by head: norms with a scale per head.
 _BY_HEAD = {"self_attn.q_norm.scale": -2, "self_attn.k_norm.scale": -2}
@@ -107,7 +115,7 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
 
     Raises:
       ValueError: If the query heads or their groups, the heads of a delta net or of
-        Mamba 2, the channels of Mamba 1 or of a short convolution, or the width of an
+        Mamba, the channels of Mamba 1 or of a short convolution, or the width of an
         MLP or of experts are not divisible by `ranks`. All are listed.
 
     Examples:
@@ -129,6 +137,8 @@ def tensor_parallel_rules(config: DecoderConfig, ranks: int) -> dict[str, int]:
         by_dim = {"delta_net.a_proj.kernel": -2, "delta_net.dt_bias": -2}
     else:
         by_dim = {}
+    if config.mamba1 is not None and config.mamba1.num_heads is not None:
+        by_dim |= _BY_MAMBA1_HEAD
     split = _COLUMNS | _ROWS | by_dim | ({} if config.qk_norm == "head" else _BY_HEAD)
     return {
         path: dim
@@ -147,6 +157,8 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["num_attention_heads"] = config.num_attention_heads
         if (full := config.full_attention) and full.num_attention_heads:
             sizes["full_attention.num_attention_heads"] = full.num_attention_heads
+    if config.attention_experts is not None:
+        sizes["num_key_value_heads"] = config.num_key_value_heads
     if (compressed := config.compressed_attention) is not None:
         sizes["compressed_attention.o_groups"] = compressed.o_groups
     if "delta_net" in mixers and (delta := config.delta_net) is not None:
@@ -156,6 +168,7 @@ def _indivisible(config: DecoderConfig, ranks: int) -> list[str]:
         sizes["mamba.num_heads"] = mamba.num_heads
     if "mamba1" in mixers and (channels := config.mamba1) is not None:
         sizes["mamba1.num_channels"] = channels.num_channels
+        sizes["mamba1.num_heads"] = channels.num_heads or 0
     if "rg_lru" in mixers and (units := config.rg_lru) is not None:
         sizes["rg_lru.num_heads"] = units.num_heads
     if "short_conv" in mixers:

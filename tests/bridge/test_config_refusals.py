@@ -20,7 +20,8 @@ TURNED_IN_PART = {
 # attention, or another field in its place.
 WITHOUT_FACTOR = {
     *("gpt2", "gpt_bigcode", "opt", "gptj", "bloom", "mpt", "mamba", "mamba2", "jamba"),
-    *("gpt_neo", "falcon_mamba", "codegen", "xglm", "biogpt"),
+    *("gpt_neo", "falcon_mamba", "codegen", "xglm", "biogpt", "zamba"),
+    "openai-gpt",
 }
 # Whose layers of each kind have a rope of their own: the field beside is not read.
 BY_LAYER_TYPE = {"gemma4_text", "mellum", "lfm3", "deepseek_v4", "mimo_v2_flash"}
@@ -29,7 +30,8 @@ NOT_WHOLE = TURNED_IN_PART | WITHOUT_FACTOR | BY_LAYER_TYPE
 # Whose attention has no positions, so that the field changes no number.
 NOTHING_TO_TURN = {
     *("bloom", "gpt2", "gpt_bigcode", "jamba", "mamba", "mamba2", "mpt", "nemotron_h"),
-    *("opt", "gpt_neo", "falcon_mamba", "kimi_linear", "xglm", "biogpt"),
+    *("opt", "gpt_neo", "falcon_mamba", "kimi_linear", "xglm", "biogpt", "zamba"),
+    "openai-gpt",
 }
 WITHOUT_POSITIONS = {"granitemoehybrid", *NOTHING_TO_TURN}
 WHOLE = [

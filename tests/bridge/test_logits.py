@@ -30,6 +30,7 @@ from bridge.models import (
     RopeConfig,
     dot_product_attention,
 )
+from bridge.models._attention_experts import ExpertAttention
 from bridge.models._gated_norm import GatedNorm
 from bridge.models._latent_attention import LatentAttention
 from bridge.models._mamba1 import Mamba1
@@ -348,6 +349,19 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "activation of shared blocks": ("zamba2-small", {"hidden_act": "gelu"}),
     "time steps behind shared blocks": ("zamba2", {"mamba.min_time_step": 0.0}),
     "epsilon behind shared blocks": ("zamba2-small", {"mamba.norm_eps": None}),
+    "norms of what is added": ("openai-gpt", {"norm_placement": "pre"}),
+    "activation between norms of sums": ("openai-gpt-untied", {"hidden_act": "silu"}),
+    "epsilon of sums": ("openai-gpt-untied", {"norm_eps": 1e-5}),
+    "epsilon of layers alone": ("jetmoe", {"norm_eps": 0.1}),
+    "epsilon behind the layers": ("jetmoe", {"final_norm_eps": None}),
+    "base beside experts of attention": ("jetmoe", {"rope.rope_theta": 500.0}),
+    "weights of experts beside those of attention": (
+        "jetmoe",
+        {"moe.norm_topk_prob": False},
+    ),
+    "scores of a shared block": ("zamba", {"query_pre_attn_scalar": 24.0}),
+    "activation of a shared block": ("zamba-biased", {"hidden_act": "gelu"}),
+    "epsilon of a shared block": ("zamba-biased", {"norm_eps": 1e-5}),
 }
 
 
@@ -396,6 +410,14 @@ def with_ungated_queries(model: Decoder) -> None:
             kernel = module.q_gate_proj.kernel[...]
             gates = kernel.at[..., module.qk_head_dim :].set(0)
             module.q_gate_proj.kernel = nnx.Param(gates)
+
+
+def with_weights_of_all_experts_of_attention(model: Decoder) -> None:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, ExpertAttention):
+            module.router.config = dataclasses.replace(
+                module.router.config, norm_topk_prob=False
+            )
 
 
 def without_head_transform(model: Decoder) -> None:
@@ -460,6 +482,7 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Decoder], None]]] = {
     "gates of queries": ("axk2", with_ungated_queries),
     "gates of latent attention": ("bailing_hybrid", without_gates_of_heads),
     "gates of each dim of latent attention": ("hy_v4", without_gates_of_heads),
+    "weights of attention": ("jetmoe", with_weights_of_all_experts_of_attention),
     "transform before the head": ("modernbert", without_head_transform),
     "bias of a tied head": ("modernbert", without_head_bias),
     "normed embeddings": ("bloom", without_embedding_norm),

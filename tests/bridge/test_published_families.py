@@ -20,7 +20,7 @@ from bridge.families import FAMILIES
 from bridge.hf._tied_head import table_of
 
 # Whose layers share weights only if the head is tied.
-TIED_ALONE = {"zamba2", "zamba2-small"}
+TIED_ALONE = {"zamba", "zamba2", "zamba2-small"}
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def test_a_tied_file_may_hold_the_head_in_every_family(tmp_path, variant):
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "masked_bias")
 # Families whose attention kept the mask itself: the name of its module.
 MASKS = {
-    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode"), "attn"),
+    **dict.fromkeys(("gpt2", "gptj", "gpt_bigcode", "openai-gpt"), "attn"),
     "gpt_neox": "attention",
 }
 

@@ -24,6 +24,7 @@ from bridge.families import FAMILIES
 from bridge.models import (
     Decoder,
     DecoderConfig,
+    Mamba1Config,
     SharedBlocksConfig,
     float8_product,
     tensor_parallel_rules,
@@ -33,7 +34,9 @@ pytestmark = pytest.mark.torch
 
 # Two float32 programs that sum in other orders, and their gradients.
 TOLERANCE, GRADIENTS = 2e-5, 1e-3
-VARIANTS = ["zamba2", "zamba2-small"]
+VARIANTS = ["zamba2", "zamba2-small", "zamba"]
+# Name of a block in a layer of the file.
+NAMES = {"zamba2": "shared_transformer", "zamba": "shared_transf"}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -58,7 +61,7 @@ def gradients_of(model: Decoder, tokens: jax.Array) -> dict[str, np.ndarray]:
         return -jnp.take_along_axis(logits, tokens[:, 1:, None], -1).mean()
 
     leaves = named_leaves(jax.jit(jax.grad(loss))(params))
-    mapping = FAMILIES["zamba2"].mapping(model.config)
+    mapping = FAMILIES[model.config.model_type].mapping(model.config)
     made: dict[str, np.ndarray] = {}
     for name, pieces in mapping.by_destination().items():
         for piece in pieces:
@@ -107,9 +110,8 @@ def copies(tensors: dict[str, np.ndarray], config: DecoderConfig):
     last = blocks.layers[-1]
     block = blocks.block_of(last)
     assert block is not None
-    first, own = (
-        f"model.layers.{i}.shared_transformer." for i in (blocks.layers[block], last)
-    )
+    name = NAMES[config.model_type]
+    first, own = (f"model.layers.{i}.{name}." for i in (blocks.layers[block], last))
     names = {key: key.replace(first, own) for key in tensors if first in key}
     return {copy: tensors[key].copy() for key, copy in names.items()}
 
@@ -151,6 +153,15 @@ OTHERS = ["hybrid", "full_attention"] * 2
         ("zamba2-small", {"use_long_context": True}, "use_long_context + True"),
         ("zamba2-small", {"use_conv_bias": False}, "use_conv_bias + False"),
         ("zamba2-small", {"adapter_rank": 0}, "mlp_rank + 0"),
+        ("zamba", {"tie_word_embeddings": False}, "tie_word_embeddings + False"),
+        ("zamba", {"layers_block_type": ["mamba"] * 7}, "'hybrid' + layers_block_type"),
+        ("zamba", {"num_hidden_layers": 6}, "7 + 6"),
+        ("zamba", {"attention_hidden_size": 48}, "48 + 96"),
+        ("zamba", {"n_mamba_heads": 5}, "num_heads 5 + 96"),
+        ("zamba", {"hidden_mamba_act": "gelu"}, "hidden_mamba_act + gelu"),
+        ("zamba", {"head_dim": 12, "attention_head_dim": 24}, "head_dim + 12 + 24"),
+        ("zamba-biased", {"num_hidden_layers": 2}, "3 + 2"),
+        ("zamba-biased", {"attn_layer_period": 0}, "attn_layer_period 0"),
         ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads + 2 + 4"),
         ("zamba2", {"attention_head_dim": 12}, "4 + 12 + 96"),
         ("zamba2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor + 0.5"),
@@ -167,6 +178,30 @@ def test_other_heads_than_two_streams_have_are_read_without_adapters():
     config = bridge.from_hf_config(fields)
     assert (config.head_dim, config.query_pre_attn_scalar) == (10, 5.0)
     assert bridge.to_hf_config(config)["attention_head_dim"] == 10
+
+
+def test_the_layers_with_a_block_follow_from_a_period_behind_the_first_three():
+    from transformers import ZambaConfig
+
+    fields = hf_fields("zamba", num_hidden_layers=76)
+    del fields["layers_block_type"]
+    blocks = bridge.from_hf_config(fields).shared_blocks
+    types = ZambaConfig().layers_block_type
+    assert blocks is not None and types is not None
+    assert list(blocks.layers) == [i for i, t in enumerate(types) if t == "hybrid"]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_heads": 5}, "num_heads 5 + num_channels 96"),
+        ({"num_heads": 0}, "num_heads + 0"),
+        ({"num_heads": 2, "norm": True}, "num_heads + norm"),
+    ],
+)
+def test_heads_that_a_mixer_cannot_have_are_refused(changes: dict[str, Any], said):
+    with pytest.raises(ValueError, match=facts(*said.split(" + "))):
+        Mamba1Config(96, 10, 3, **changes)
 
 
 def test_the_54_layers_of_a_file_that_lists_none_are_those_of_transformers():
@@ -201,6 +236,8 @@ def test_blocks_that_layers_cannot_share_are_refused(changes, said):
         ({"qk_norm": "head"}, "shared_blocks + qk_norm"),
         ({"multipliers": bridge.models.MultipliersConfig()}, "multipliers"),
         ({"norm_scale": False}, "shared_blocks + norm_scale"),
+        ({"mamba": None}, "shared_blocks + mamba + mamba1"),
+        ({"mamba1": Mamba1Config(96, 10, 3)}, "shared_blocks + mamba + mamba1"),
         ({"gated_mlp": False}, "shared_blocks + gated_mlp"),
         ({"norm_placement": "both", "mixer_only_layers": ()}, "shared_blocks + 'both'"),
     ],

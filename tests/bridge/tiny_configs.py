@@ -171,6 +171,7 @@ _NO_ATTENTION = dict.fromkeys(
 OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt2": GPT2_NAMES,
     "qwen3_5_moe_text": {"intermediate_size": None},
+    "openai-gpt": GPT2_NAMES,
     "gptj": GPT2_NAMES,
     "codegen": GPT2_NAMES,
     "dbrx": {
@@ -1322,6 +1323,50 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "add_bias_linear": True,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-2,
+    },
+    "zamba": {
+        "model_type": "zamba",
+        "num_hidden_layers": 7,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"] * 2 + ["mamba"],
+        "num_key_value_heads": 2,
+        "mamba_d_state": 10,
+    },
+    "zamba-biased": {
+        "model_type": "zamba",
+        # The third layer and the fifth, and one head of Mamba.
+        "num_hidden_layers": 6,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 1,
+        "n_mamba_heads": 1,
+        "mamba_d_state": 10,
+        "mamba_dt_rank": 5,
+        "attention_head_dim": 20,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-2,
+    },
+    "jetmoe": {
+        "model_type": "jetmoe",
+        "kv_channels": 16,
+        "num_local_experts": 6,
+        "rms_norm_eps": 0.1,
+    },
+    "jetmoe-untied": {
+        "model_type": "jetmoe",
+        "kv_channels": 16,
+        "num_attention_heads": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": False,
+    },
+    "openai-gpt": {"model_type": "openai-gpt"},
+    "openai-gpt-untied": {
+        "model_type": "openai-gpt",
+        "num_hidden_layers": 1,
+        "afn": "relu",
+        "layer_norm_epsilon": 1e-2,
+        "tie_word_embeddings": False,
     },
     "axk2": {
         "model_type": "axk2",

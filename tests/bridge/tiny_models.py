@@ -63,10 +63,10 @@ LESS_ONE = {
 }
 # Families whose layers, each two parts without a residual stream between, amplify
 # roundings unless what they add to is wide.
-WIDE = {"zamba2"}
+WIDE = {"zamba", "zamba2"}
 TABLES = (
     *("embed_tokens", "embed_positions", "wte", "wpe", "lm_head"),
-    *("embed_in", "embed_out", "word_embeddings"),
+    *("embed_in", "embed_out", "word_embeddings", "tokens_embed", "positions_embed"),
 )
 
 

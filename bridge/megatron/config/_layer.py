@@ -46,6 +46,8 @@ _PLAIN: dict[str, tuple[Any, str]] = {
     "inner_norms": (False, "its projections back read what is not normed"),
     "differential_attention": (False, "its heads subtract nothing"),
     "dynamic_mask_size": (None, "its keys have no bias"),
+    "attention_experts": (None, "its attention has no experts"),
+    "final_norm_eps": (None, "all its norms have one epsilon"),
     "learned_residual": (False, "it has no multiplier of the residual stream"),
     "full_attention": (None, "all its layers have heads of one width"),
     "kv_sharing": (None, "each of its layers has keys and values of its own"),

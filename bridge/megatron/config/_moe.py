@@ -175,6 +175,8 @@ def _wrong_weights(moe: MoEConfig) -> list[str]:
         wrong.append(
             f"moe.num_zero_experts = {moe.num_zero_experts}: it has an MLP for each"
         )
+    if moe.output_bias:
+        wrong.append("moe.output_bias = True: it adds nothing to the sum of experts")
     if moe.shared_average:
         wrong.append("moe.shared_average = True: it adds the shared expert")
     if moe.norm_topk_prob and moe.norm_topk_eps != 1e-20:
