@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,35 @@ def test_completions_in_messages_leave_out_the_answers_of_the_prompt(chat_model)
     record = _record({"prompt": CHAT[:3], "completion": CHAT[3:]}, template)
     assert record.text == text
     assert [text[slice(*span)].strip() for span in record.spans] == ["2, surely.<eos>"]
+
+
+@pytest.mark.parametrize("field", ["text", "messages"])
+def test_documents_that_are_all_empty_are_not_taken_for_long_ones(
+    chat_model, tmp_path, field
+):
+    (tmp_path / "chat_template.jinja").write_text("")
+    shutil.copy(chat_model / "tokenizer.json", tmp_path)
+    file = write(tmp_path, {"text": ""} if field == "text" else {"messages": CHAT})
+    config = DataConfig("model", batch=1, seq=8)
+    with pytest.raises(ValueError, match=facts(f"'{file}'")) as said:
+        encoder(tmp_path).encode_file(file, config)
+    assert "empty" in str(said.value) and "--seq" not in str(said.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_tokenizer_that_is_not_read_is_not_replaced_in_silence(
+    llama, chats, tmp_path, name, capsys
+):
+    shutil.copytree(llama, tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(b"x")
+    argv = ["data", str(tmp_path / "model"), "--data", str(chats), "--seq", "64"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert name in said and "save_pretrained" in said and "--tokenizer bytes" in said
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert main([*argv, "--tokenizer", "bytes", "--train-on", "all"]) == 0
+    assert "(--tokenizer bytes)" in capsys.readouterr().out
 
 
 def test_one_reason_for_many_lines_is_said_once(tmp_path):

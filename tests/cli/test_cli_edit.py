@@ -40,6 +40,14 @@ def test_tensors_are_renamed_dropped_and_cast(tmp_path):
     assert (tmp_path / "out/config.json").is_file()
 
 
+def test_what_is_refused_shows_no_progress(tmp_path, capsys):
+    write_llama(tmp_path / "model")
+    for src, dst in (("model", "model"), ("none", "out")):
+        argv = ["edit", str(tmp_path / src), str(tmp_path / dst), "--drop", "*.2.*"]
+        assert main(argv) == 2
+        assert "writing" not in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_nothing_is_not_written(tmp_path, capsys):
     write_llama(tmp_path / "model")
     words = ["edit", str(tmp_path / "model"), str(tmp_path / "out"), "--drop", "*"]

@@ -314,6 +314,31 @@ def test_a_tolerance_is_a_share(trained, value, capsys):
     assert f"--tolerance {value} must" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "first, second, status, largest",
+    [
+        ([0.0, 1.0], [0.0, 1.0], 0, "0"),
+        ([0.0, 1.0], [0.5, 1.0], 1, "inf"),
+        ([float("nan"), 1.0], [float("nan"), 1.0], 1, "inf"),
+        ([1.0, 1.0], [1.0, float("nan")], 1, "inf"),
+        ([float("inf"), 1.0], [2.0, 1.0], 1, "inf"),
+    ],
+)
+def test_losses_that_are_zero_or_not_finite_are_compared(
+    tmp_path, capsys, first, second, status, largest
+):
+    files = []
+    for name, losses in (("first", first), ("second", second)):
+        lines = [{"step": i, "loss": x} for i, x in enumerate(losses, 1)]
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text("\n".join(map(json.dumps, lines)))
+    argv = ["diff-metrics", *map(str, files), "--tolerance", "0.1"]
+    assert main(argv) == status
+    out, err = capsys.readouterr()
+    assert f"largest relative difference: {largest}\n" in out
+    assert ("in 1 step(s), first in step" in err) == bool(status)
+
+
 def test_losses_apart_have_status_1(trained, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     lines = [json.loads(line) for line in trained.metrics.read_text().splitlines()]

@@ -74,6 +74,17 @@ def test_there_and_back_is_the_same_model(tmp_path, variant, to, sizes):
     assert bridge.from_hf_config(tmp_path / "back") == bridge.from_hf_config(model)
 
 
+def test_a_model_is_converted_with_the_files_beside_it(write_llama, tmp_path):
+    write_llama(tmp_path / "model")
+    beside = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}"}
+    for name, content in beside.items():
+        (tmp_path / "model" / name).write_text(content)
+    argv = ["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", "hf"]
+    assert main(argv) == 0
+    for name, content in beside.items():
+        assert (tmp_path / "out" / name).read_text() == content
+
+
 def test_a_file_that_stands_alone_is_what_the_given_config_says(tmp_path):
     model = write_model(tmp_path / "model", "llama")
     alone = (Path(model) / "model.safetensors").rename(tmp_path / "alone.safetensors")
