@@ -1,5 +1,6 @@
 """Strict parsing of untrusted JSON: one object, unique keys, finite numbers."""
 
+import codecs
 import functools
 import json
 import math
@@ -28,7 +29,9 @@ def read_json(
         raise ValueError(
             f"{subject} has {size:,} bytes; at most {_MAX_BYTES:,} are accepted."
         )
-    return parse_json(path.read_bytes(), subject, infinite)
+    # A byte order mark, which editors of Windows write, is no part of the text.
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    return parse_json(text, subject, infinite)
 
 
 def parse_json(
@@ -51,8 +54,7 @@ def parse_json(
     """
     try:
         value = json.loads(
-            # A byte order mark, which editors of Windows write, is no part of the text.
-            text.decode("utf-8-sig"),
+            text.decode(),
             object_pairs_hook=functools.partial(_object, infinite=infinite),
             parse_constant=_constant if infinite else _refuse,
             parse_float=_finite,

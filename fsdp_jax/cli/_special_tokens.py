@@ -28,7 +28,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are some.
         raise ValueError(f"'{file}' is no JSON: {error}") from error
     if not isinstance(found, dict):

@@ -238,6 +238,7 @@ def _headline(estimate: StepEstimate) -> list[str]:
         speed,
         f"attention kernels: {kernels}",
         *_bubble_line(estimate),
+        *_padding_line(estimate.plan),
         f"memory: {format_bytes(estimate.compiled_bytes)} a GPU as compiled, "
         f"{room}: {verdict}",
         *_offload_line(estimate),
@@ -263,6 +264,19 @@ def _bubble_line(estimate: StepEstimate) -> list[str]:
     return [
         f"pipeline: {estimate.bubble:.1%} of a stage's turns are empty, which is in "
         "the step as time that others compute"
+    ]
+
+
+def _padding_line(plan: Plan) -> list[str]:
+    """Says of padding that takes more than a twentieth of what is sent and stored."""
+    sizes = sum(math.prod(param.shape) for param in plan.param_plans)
+    stored = sum(math.prod(param.padded_shape) for param in plan.param_plans)
+    if stored <= 1.05 * sizes:
+        return []
+    padded = sum(param.is_padded for param in plan.param_plans)
+    return [
+        f"padding: no dim of {padded} parameters divides into their shards; with zeros "
+        f"the model is stored and sent {stored / sizes:.2f} times as large as it is"
     ]
 
 

@@ -212,6 +212,11 @@ def test_many_files_of_a_kind_are_one_line(checkpoint, refused):
     refused(checkpoint, "'part-0.bin'", "'part-2.bin'", "2", "PyTorch")
 
 
+def test_a_byte_order_mark_before_a_config_is_no_part_of_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG), encoding="utf-8-sig")
+    assert bridge.from_hf_config(tmp_path) == bridge.from_hf_config(HF_CONFIG)
+
+
 def test_an_empty_directory_is_refused(tmp_path, refused):
     refused(tmp_path, "'model.safetensors'", "'model.safetensors.index.json'")
 

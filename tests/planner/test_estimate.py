@@ -351,6 +351,19 @@ def test_what_xla_recomputes_of_itself_is_told_of():
     assert any("XLA recomputes" in alarm for alarm in tight.memory_alarms)
 
 
+def test_padding_that_is_more_than_a_little_is_said():
+    small = Llama(width=256, mlp=512, heads=2, kv_heads=1, layers=2, vocab=512)
+    found = estimate(small, tokens(96, 64), gpus=96)
+    params = found.plan.param_plans
+    times = sum(math.prod(p.padded_shape) for p in params) / sum(
+        math.prod(p.shape) for p in params
+    )
+    assert times > 1.1  # 256 rows over 96 ranks are stored as 288
+    (line,) = (one for one in repr(found).splitlines() if one.startswith("padding"))
+    assert f"{times:.2f} times" in line
+    assert "padding" not in repr(estimate(small, tokens(8, 64)))
+
+
 def test_a_step_with_a_loss_scale_is_estimated():
     policy = fsdp.MixedPrecisionPolicy(param_dtype=jnp.float16)
     scale, config = fsdp.training.LossScale(), {"mp_policy": policy}
