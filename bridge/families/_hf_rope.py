@@ -29,7 +29,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _PARTIAL = "proportional"
 TYPES = tuple(kind for kind in NEEDED if kind not in ("ntk_alpha", "proportional"))
 """Types of rope that transformers computes for every family of one rope."""
-# Names of types that became others, and a key that became `rope_type`.
+# Names of types that became others.
 _ALIASES = {"su": "longrope"}
 _UNSAID: Any = object()
 """Stands for a field that the file does not have, where null means something."""
@@ -46,6 +46,7 @@ def rope(
     names: tuple[str, str] = _BESIDE,
     original_length: int | None = None,
     absent: Fields | None = None,
+    mscales: bool = False,
 ) -> FieldTransform:
     """Reads and writes one rope for all layers.
 
@@ -63,6 +64,7 @@ def rope(
         it keeps that beside the rope and not in it; None if it does not.
       absent: The rope of a file that says nothing of one; None means unscaled. Where it
         has a base, a `rope_theta` beside it is not read, and refused.
+      mscales: Whether the family reads `short_mscale` and `long_mscale` of `longrope`.
     """
     said = {**dict.fromkeys((*_ROPE_FIELDS, *names)), names[1]: partial}
     if interleave_field is not None:
@@ -83,6 +85,8 @@ def rope(
         if partial is None:
             _check_whole(value)
         _check_type(value, types)
+        if not mscales:
+            _check_mscales(value)
         turned = {"interleaved": pairs, "clockwise": clockwise}
         return {"rope": dataclasses.replace(value, **turned)}
 
@@ -162,6 +166,8 @@ def rope_by_layer_type(
         nested = nested or ({} if default is None else {_LAYER_TYPES[0]: default})
         full, sliding = (nested.get(kind) or {} for kind in _LAYER_TYPES)
         local = fields[sliding_name] if sliding_name else None
+        # In these families transformers completes a given rope by what is beside it.
+        beside_it = fields["rope_theta"] if default and sliding else None
         old = {
             name: fields[name]
             for name in ("rope_theta", "rope_scaling", "max_position_embeddings")
@@ -175,7 +181,7 @@ def rope_by_layer_type(
             ),
             "sliding_rope": read_rope(
                 {"rope_parameters": sliding, **_lengths(fields)},
-                {"rope_theta": local or sliding_theta, **absent},
+                {"rope_theta": local or beside_it or sliding_theta, **absent},
             ),
         }
         beside = fields["partial_rotary_factor"] if default is None else None
@@ -219,6 +225,7 @@ def _check_of_layer_type(
 ) -> None:
     """Refuses what transformers does not read in families of two ropes."""
     _check_type(rope, types)
+    _check_mscales(rope)
     if rope.rope_type != _PARTIAL:
         _check_whole(rope, beside)
     if rope.truncate is False:
@@ -318,6 +325,14 @@ def _check_base(theta: float | None, absent: Fields) -> None:
 def _check_type(rope: RopeConfig, types: tuple[str, ...]) -> None:
     if rope.rope_type not in types:
         raise ValueError(f"rope_type {rope.rope_type!r}: this family has {types}")
+
+
+def _check_mscales(rope: RopeConfig) -> None:
+    if rope.short_mscale is not None or rope.long_mscale is not None:
+        raise ValueError(
+            f"short_mscale = {rope.short_mscale}, long_mscale = {rope.long_mscale}: "
+            "transformers does not read them of this family; remove them"
+        )
 
 
 def _check_whole(rope: RopeConfig, beside: float | None = None) -> None:

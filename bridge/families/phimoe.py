@@ -41,7 +41,7 @@ def _layer(inner: Rules) -> Callable[[DecoderConfig, LayerKind], Rules]:
 
 
 _LENGTH = "original_max_position_embeddings"
-_BASE = rope(1e6, types=("default", "longrope"))
+_BASE = rope(1e6, types=("default", "longrope"), mscales=True)
 
 
 def _read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class LoraConfig:
             "bias": "none",
             "lora_dropout": 0.0,
         }
+        if self.fields:
+            fields = {**fields, "target_modules": self._targets(modules)}
         return {
             **fields,
             "r": self.r,
@@ -106,6 +108,22 @@ class LoraConfig:
             "alpha_pattern": dict(self.alpha_pattern),
             "fan_in_fan_out": self.fan_in_fan_out,
         }
+
+    def _targets(self, modules: Collection[str]) -> Any:
+        """Returns the targets that were read, and what else is adapted by now."""
+        targets = self.fields.get("target_modules")
+        if isinstance(targets, str):
+            covers = targets == "all-linear" or all(
+                re.fullmatch(targets, name) for name in modules
+            )
+            return targets if covers else sorted(modules)
+        known = list(targets or ())
+        missing = {
+            name.rpartition(".")[2]
+            for name in modules
+            if not any(name == one or name.endswith(f".{one}") for one in known)
+        }
+        return [*known, *sorted(missing)]
 
 
 def read_lora_config(path: str | os.PathLike[str]) -> LoraConfig:

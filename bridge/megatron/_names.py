@@ -99,6 +99,8 @@ def _join_halves(tensors: Tensors) -> dict[str, Tensor]:
     joined: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         half = _GATED_HALF.match(name)
+        if half is not None and half[1] in tensors:
+            raise ValueError(f"'{half[1]}' is stored both whole and in halves.")
         if half is None:
             joined[name] = tensor
         elif f"{half[1]}_w" not in tensors or f"{half[1]}_v" not in tensors:
@@ -116,7 +118,7 @@ def _unstacked(
     for name, tensor in tensors.items():
         stacked = pattern.match(name)
         if stacked is None:
-            cut[name] = tensor
+            _add_layer(cut, name, tensor)
             continue
         if not tensor.shape or 0 in tensor.shape or tensor.shape[0] > _MAX_STACKED:
             raise ValueError(
@@ -124,10 +126,14 @@ def _unstacked(
             )
         for number in range(tensor.shape[0]):
             inner = template.format(stacked[1], number, stacked[2])
-            cut[inner] = section(tensor, number)
-    if len(cut) < len(tensors):
-        raise ValueError("Some layers are stored both alone and stacked.")
+            _add_layer(cut, inner, section(tensor, number))
     return cut
+
+
+def _add_layer(cut: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    if name in cut:
+        raise ValueError(f"'{name}' is stored both alone and in a stack of layers.")
+    cut[name] = tensor
 
 
 def _norm_name(name: str, names: frozenset[str]) -> str:

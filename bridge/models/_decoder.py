@@ -184,12 +184,11 @@ class Decoder(nnx.Module):
         Args:
           tokens: Token ids.
           positions: Position of each token in its text; None for those of the
-            decoder's own `positions`, by default from 0 in each row. Rotary embedding
-            depends only on differences, so positions need not restart for packed
-            texts; learned positions and sines must. A recurrence begins anew where
-            `segment_ids` change, and at no position.
-          segment_ids: Segment of each token in a packed row; None for one segment per
-            row.
+            decoder's own `positions`, by default from 0 in each row. They restart with
+            each packed text, or may go on if the config has ropes of differences alone:
+            no `dynamic` or `longrope`, learned positions, sines, `query_scale` or
+            `attention_chunk_size`. A recurrence begins anew with `segment_ids` alone.
+          segment_ids: Segment of each token in a packed row; None for one segment.
 
         Returns:
           Logits in the dtype of the weights: a loss that sums over the vocabulary
@@ -250,7 +249,9 @@ class Decoder(nnx.Module):
           Normed final states, the input of the head; and the cache with the new
           tokens.
         """
-        start = self._start(tokens, positions)
+        # Ropes that depend on the longest text do not see what is behind its end.
+        seen = positions if is_token is None else jnp.where(is_token, positions, 0)
+        start = self._start(tokens, seen)
         x, cache = self._run(extend_layer, start, positions, is_token, cache=cache)
         return self._head_input(x), cache
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from bridge.models._cache import empty_cache
 from bridge.models._decoder import Decoder
+from bridge.models._layer_inputs import check_exact
 from bridge.models._layer_state import LayerState
 from bridge.models._positions import check_length
 from bridge.models._sample import GREEDY, Sampling, sample
@@ -72,8 +73,8 @@ def generate(
       Prompts and continuations, `prompt + max_new_tokens` slots wide.
 
     Raises:
-      ValueError: If `max_new_tokens` is below 1, sampling lacks keys, or a table of
-        learned positions ends before.
+      ValueError: If `max_new_tokens` is below 1, sampling lacks keys, positions end
+        before, or `lengths`, where they are not traced, are none of the prompts.
 
     Examples:
       >>> model = Decoder(config, rngs=nnx.Rngs(0))
@@ -84,11 +85,12 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ValueError(f"generate({max_new_tokens=}) must be at least 1.")
-    check_length(
-        model.config,
-        prompts.shape[1] + max_new_tokens,
-        f"A prompt of {prompts.shape[1]} with {max_new_tokens=}",
-    )
+    slots = prompts.shape[1] + max_new_tokens
+    subject = f"A prompt of {prompts.shape[1]} with {max_new_tokens=}"
+    check_length(model.config, slots, subject)
+    if model.config.alibi_bias_max is not None:
+        check_exact(slots, model.dtype)
+    _check_lengths(prompts, lengths)
     if sampling.temperature and keys is None:
         raise ValueError(f"{sampling} draws at random: pass keys, one a row.")
     if keys is None:
@@ -112,6 +114,17 @@ def generate(
     now = _write(now, choose(last, now.step), stop)
     done = jax.lax.while_loop(goes_on, one_more, now)
     return Generated(done.tokens, done.lengths)
+
+
+def _check_lengths(prompts: Array, lengths: Array) -> None:
+    if isinstance(lengths, jax.core.Tracer):
+        return
+    least, most = int(jnp.min(lengths)), int(jnp.max(lengths))
+    if least < 1 or most > prompts.shape[1]:
+        raise ValueError(
+            f"generate(lengths): {least} to {most} tokens of prompts that are "
+            f"{prompts.shape[1]} wide. Give each its number of tokens, at least 1."
+        )
 
 
 def _prefill(

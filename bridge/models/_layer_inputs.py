@@ -64,15 +64,25 @@ def position_tables(
     return stacked._replace(steps=steps)
 
 
-def _two_summands(positions: Ids, dtype: DTypeLike) -> Float[Array, "batch seq 2"]:
-    """Returns positions as a multiple of `STEP` and the rest, both exact in `dtype`."""
+def check_exact(length: int, dtype: DTypeLike) -> None:
+    """Raises a `ValueError` if rows are longer than ALiBi's positions are exact.
+
+    Args:
+      length: Tokens of a row.
+      dtype: Dtype of the positions: the compute dtype.
+    """
     info = jnp.finfo(dtype)
     exact = int(min(float(STEP << (info.nmant + 1)), float(info.max)))
-    if positions.shape[-1] > exact:
+    if length > exact:
         raise ValueError(
-            f"ALiBi in {jnp.dtype(dtype).name}: {positions.shape[-1]:,} tokens a row, "
-            f"and positions are exact up to {exact:,}. Compute in float32, or cut rows."
+            f"ALiBi in {jnp.dtype(dtype).name}: {length:,} tokens a row, and positions "
+            f"are exact up to {exact:,}. Compute in float32, or cut rows."
         )
+
+
+def _two_summands(positions: Ids, dtype: DTypeLike) -> Float[Array, "batch seq 2"]:
+    """Returns positions as a multiple of `STEP` and the rest, both exact in `dtype`."""
+    check_exact(positions.shape[-1], dtype)
     steps = jnp.stack([positions // STEP * STEP, positions % STEP], axis=-1)
     return steps.astype(dtype)
 

@@ -1,10 +1,14 @@
 """Sampling of the next token."""
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
+
+_LEAST_TEMPERATURE = 1e-30
+"""Of logits below 1e8 it makes no infinite score in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +38,13 @@ class Sampling:
         wrong = []
         if not 0 <= self.temperature < float("inf"):
             wrong.append(f"temperature={self.temperature}: a finite number, at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            wrong.append(f"top_k={self.top_k} must be at least 1")
+        elif 0 < self.temperature < _LEAST_TEMPERATURE:
+            wrong.append(
+                f"temperature={self.temperature}: scores would overflow; use 0, or at "
+                f"least {_LEAST_TEMPERATURE}"
+            )
+        if self.top_k is not None and not _is_count(self.top_k):
+            wrong.append(f"top_k={self.top_k} must be a whole number, at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             wrong.append(f"top_p={self.top_p} must be above 0 and at most 1")
         filters = [n for n in ("top_k", "top_p") if getattr(self, n) is not None]
@@ -46,6 +55,11 @@ class Sampling:
             )
         if wrong:
             raise ValueError(f"Sampling: {'; '.join(wrong)}.")
+
+
+def _is_count(number: object) -> bool:
+    is_whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+    return is_whole and number >= 1
 
 
 GREEDY = Sampling()

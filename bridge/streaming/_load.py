@@ -47,11 +47,26 @@ def load(
     }
     mapping.check(leaves, source)
     _check_shardings(leaves)
+    _check_widths(leaves)
     pieces = mapping.by_destination()
     tick = _counter(source, mapping, progress)
     arrays = _fill_all(source, pieces, leaves, tick)
     in_order = [arrays[name] for name in leaves]
     return jax.tree.unflatten(jax.tree.structure(like), in_order)
+
+
+def _check_widths(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Refuses leaves that jax would make narrower, with other numbers."""
+    wrong = [
+        f"{name} ({leaf.dtype})"
+        for name, leaf in leaves.items()
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+    ]
+    if wrong:
+        raise ValueError(
+            f"`like` has {len(wrong)} leaf/leaves of 64 bits, {', '.join(wrong)}, and "
+            "jax makes arrays of 32 bits. Set jax_enable_x64, or ask for 32 bits."
+        )
 
 
 def _check_shardings(leaves: dict[str, jax.ShapeDtypeStruct]) -> None:

@@ -99,6 +99,13 @@ def test_three_layers_are_dense_where_the_file_does_not_say():
 
 _YARN = {**YARN_ROPE, "truncate": False}
 _PHI_YARN = {"rope_parameters": YARN_ROPE, "original_max_position_embeddings": 32}
+_MSCALES = {
+    "rope_parameters": {
+        **VARIANTS["phi3-longrope-long"]["rope_parameters"],
+        "short_mscale": 1.3,
+        "long_mscale": 1.5,
+    }
+}
 _TYPE = {"type": "linear", "factor": 2.0}
 
 
@@ -106,6 +113,15 @@ def _blocks(first: Any) -> dict[str, Any]:
     """Layers of which the first is another one."""
     others = VARIANTS["nemotron-nas"]["block_configs"][1:]
     return {"block_configs": [first, *others]}
+
+
+@pytest.mark.parametrize("base, found", [(5e5, 5e5), (None, 1e4)])
+def test_a_sliding_rope_without_a_base_takes_the_one_beside_it(base, found):
+    ropes = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    ropes["sliding_attention"] = {"rope_type": "default"}
+    changes = {"rope_parameters": ropes, "rope_theta": base}
+    config = bridge.from_hf_config(hf_fields("gemma4", **changes))
+    assert (config.rope.rope_theta, config.sliding_rope.rope_theta) == (1e6, found)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +152,7 @@ def _blocks(first: Any) -> dict[str, Any]:
             "truncate + False",
         ),
         ("phi3", _PHI_YARN, "yarn + longrope"),
+        ("phi3-longrope-long", _MSCALES, "short_mscale = 1.3 + long_mscale = 1.5"),
         ("nemotron-nas", {"block_configs": None}, "block_configs + 5"),
         ("nemotron-nas", {"num_hidden_layers": 4}, "block_configs + 4"),
         (

@@ -157,8 +157,37 @@ def test_a_stop_token_ends_its_row_alone(case: Case):
         assert ended == (third in free.tokens[row, LENGTHS[row] : -1].tolist())
 
 
+ROPES = {
+    "phi3-longrope-long": {},
+    "llama": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        "max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("variant", ROPES)
+def test_the_width_of_the_padding_does_not_choose_the_rope(tmp_path, variant):
+    hf = make_model(tmp_path, variant, **ROPES[variant])
+    model, prompt = load_model(hf.path), np.arange(3, 13)
+
+    def continued(width: int) -> list[int]:
+        padded = np.zeros((1, width), np.int32)
+        padded[0, :10] = prompt
+        found = generate(
+            model, jnp.asarray(padded), jnp.array([10]), max_new_tokens=NEW
+        )
+        return found.tokens[0, 10 : 10 + NEW].tolist()
+
+    assert continued(40) == continued(10)
+
+
 @pytest.mark.parametrize("case", ["llama"], indirect=True)
 def test_what_cannot_be_written_is_refused(case: Case):
+    prompts = jnp.zeros((2, 3), jnp.int32)
+    for lengths in ([0, 3], [1, 5]):
+        with pytest.raises(ValueError, match=facts(*map(str, lengths), "3")):
+            generate(case.model, prompts, jnp.array(lengths), max_new_tokens=1)
     with pytest.raises(ValueError, match=facts("generate", "max_new_tokens=0")):
         written(case.model, case.prompts, max_new_tokens=0)
     with pytest.raises(

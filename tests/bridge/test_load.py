@@ -212,6 +212,21 @@ def test_an_abstract_tree_that_cannot_be_sharded_so_is_refused_before_any_read(
     assert bytes_read == []
 
 
+def test_a_leaf_of_64_bits_is_not_narrowed_in_silence():
+    class Counts:
+        def state_dict(self):
+            return {"n": np.array([2**40 + 5, -3]), "x": np.array([1 / 3])}
+
+    state = Counts().state_dict()
+    with pytest.raises(ValueError, match=facts("n (int64)", "x (float64)")):
+        bridge.from_torch(state, dict(state))
+    with jax.enable_x64(True):
+        found = bridge.from_torch(state, dict(state))
+    assert {k: v.tolist() for k, v in found.items()} == {
+        k: v.tolist() for k, v in state.items()
+    }
+
+
 def test_integers_are_not_cast_to_floats(tmp_path):
     tensors = random_tensors(np.float32)
     tensors["model.norm.weight"] = np.ones(48, np.int64)

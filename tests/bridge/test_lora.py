@@ -1,5 +1,6 @@
 """LoRA adapters of PEFT: merged as weights are read, or kept beside them; and back."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -206,6 +207,40 @@ def test_factors_that_were_trained_here_are_an_adapter_of_peft(hf, shapes, tmp_p
     ):
         bridge.save_lora(tmp_path / "wrong", wrong, config)
     assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize(
+    "read, written",
+    [
+        (["q_proj"], ["q_proj", "down_proj", "o_proj"]),
+        ("all-linear", "all-linear"),
+        (r".*\.(q_proj|o_proj|down_proj)", r".*\.(q_proj|o_proj|down_proj)"),
+    ],
+)
+def test_an_adapter_that_grew_names_all_that_it_adapts(
+    hf, shapes, tmp_path, read, written
+):
+    config = bridge.from_hf_config(hf.path)
+    theirs = bridge.load_lora(write(tmp_path / "lora", factors(shapes)), config)
+    fields = theirs.config.fields | {"target_modules": read}
+    grown = dataclasses.replace(theirs.config, fields=fields)
+    lora = bridge.Lora(grown, theirs.factors, theirs.scales)
+    bridge.save_lora(tmp_path / "out", lora, config)
+    fields = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert fields["target_modules"] == written
+
+
+def test_an_adapter_whose_pattern_lacks_modules_lists_all_of_them(hf, shapes, tmp_path):
+    config = bridge.from_hf_config(hf.path)
+    theirs = bridge.load_lora(write(tmp_path / "lora", factors(shapes)), config)
+    fields = theirs.config.fields | {"target_modules": r".*\.q_proj"}
+    grown = dataclasses.replace(theirs.config, fields=fields)
+    lora = bridge.Lora(grown, theirs.factors, theirs.scales)
+    bridge.save_lora(tmp_path / "out", lora, config)
+    fields = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    listed = fields["target_modules"]
+    assert len(listed) == 3 * config.num_hidden_layers
+    assert "model.layers.0.mlp.down_proj" in listed
 
 
 def test_shards_of_a_merged_weight_are_those_of_the_whole(hf, shapes, tmp_path):

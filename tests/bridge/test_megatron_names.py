@@ -26,6 +26,25 @@ def test_uneven_chunks_are_put_together(tmp_path: Path):
     )
 
 
+LAYER = "decoder.layers.0.mlp.linear_fc2.weight"
+STACK = "decoder.layers.mlp.linear_fc2.weight"
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    "names, twice",
+    [((LAYER, STACK), LAYER), ((STACK, LAYER), LAYER)]
+    + [((FC1, f"{FC1}_w", f"{FC1}_v"), FC1), ((f"{FC1}_w", f"{FC1}_v", FC1), FC1)],
+)
+def test_a_tensor_that_is_stored_in_two_forms_is_refused(tmp_path, names, twice):
+    with DcpWriter(tmp_path) as writer:
+        for name in names:
+            writer.add(f"model.module.{name}", (0,) * 3, np.zeros((3, 2, 4), "f4"))
+        writer.finish()
+    with pytest.raises(ValueError, match=facts(f"'{twice}'")):
+        open_megatron(tmp_path).source.keys()
+
+
 NAMES = {
     "model.module.module.decoder.layers.3.mlp.linear_fc1.weight_w": "gate",
     "model.module.module.decoder.layers.3.mlp.linear_fc1.weight_v": "up",

@@ -85,5 +85,7 @@ def test_what_is_out_of_range_or_does_nothing_is_refused_together():
         Sampling(temperature=-1.0, top_k=0, top_p=1.5)
     says = str(error.value)
     assert "temperature=-1.0" in says and "top_k=0" in says and "top_p=1.5" in says
+    with pytest.raises(ValueError, match=facts("temperature=1e-38", "1e-30", "2.5")):
+        Sampling(temperature=1e-38, top_k=2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=facts("temperature=0", "top_k")):
         Sampling(top_k=3)
