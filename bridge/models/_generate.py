@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import core
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bridge.models._cache import empty_cache
@@ -117,7 +118,7 @@ def generate(
 
 
 def _check_lengths(prompts: Array, lengths: Array) -> None:
-    if isinstance(lengths, jax.core.Tracer):
+    if isinstance(lengths, core.Tracer):
         return
     least, most = int(jnp.min(lengths)), int(jnp.max(lengths))
     if least < 1 or most > prompts.shape[1]:

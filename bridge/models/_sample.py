@@ -1,10 +1,10 @@
 """Sampling of the next token."""
 
 import dataclasses
-import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 _LEAST_TEMPERATURE = 1e-30
@@ -58,7 +58,7 @@ class Sampling:
 
 
 def _is_count(number: object) -> bool:
-    is_whole = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+    is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
     return is_whole and number >= 1
 
 

@@ -43,6 +43,7 @@ class Link:
       plan: Digest of the plan: mesh, splits and dtypes.
       options: Digest of the options on which the numbers depend.
       before: Digest of the previous checkpoint's link; None for the first.
+      before_step: Number of that checkpoint; None for the first.
     """
 
     step: int
@@ -53,11 +54,15 @@ class Link:
     plan: str
     options: str
     before: str | None
+    before_step: int | None = None
 
     @property
     def digest(self) -> str:
         """Digest of the link."""
-        return _sha256(dataclasses.asdict(self))
+        fields = dataclasses.asdict(self)
+        if self.before_step is None:  # As links without the field were counted.
+            del fields["before_step"]
+        return _sha256(fields)
 
 
 class Chain:
@@ -68,6 +73,7 @@ class Chain:
       options: Options of the run, by section.
       tokens: Digest of the tokens of the data.
       before: Digest of the link that the run resumes from; None for none.
+      before_step: Number of the step of that link; None for none.
     """
 
     def __init__(
@@ -76,10 +82,11 @@ class Chain:
         options: Mapping[str, Any],
         tokens: str,
         before: str | None,
+        before_step: int | None = None,
     ):
         self._plan = hashlib.sha256(repr(plan).encode()).hexdigest()
         self._options = options_digest(options)
-        self._tokens, self._before = tokens, before
+        self._tokens, self._before, self._before_step = tokens, before, before_step
         self._newest: Link | None = None
 
     def link(
@@ -102,13 +109,14 @@ class Chain:
             self._plan,
             self._options,
             self._before,
+            self._before_step,
         )
         return dataclasses.asdict(self._newest)
 
     def advance(self) -> None:
         """Makes the newest link the predecessor of those that follow."""
         if self._newest is not None:
-            self._before = self._newest.digest
+            self._before, self._before_step = self._newest.digest, self._newest.step
 
 
 def read_link(path: Path, step: int) -> Link:
@@ -175,7 +183,9 @@ def broken_links(links: Mapping[int, Link]) -> list[str]:
     ]
     steps = list(links.items())
     for (_, before), (number, link) in zip(steps, steps[1:], strict=False):
-        if link.before != before.digest:
+        # The steps between them may have been removed, as --keep-best does.
+        is_next = link.before_step in (None, before.step)
+        if is_next and link.before != before.digest:
             wrong.append(f"step {number}: not made from step {before.step} as it is")
         wrong += [
             f"step {number}: other {field} than step {before.step}"

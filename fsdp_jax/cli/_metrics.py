@@ -102,15 +102,28 @@ def metrics_lines(path: Path | None, start: int = 0) -> Iterator[TextIO]:
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         part = path.with_name(f"{path.name}.part")
-        part.write_text("".join(line for line in lines if _step_of(line) <= start))
+        kept = (
+            line
+            for number, line in enumerate(lines, 1)
+            if _step_of(line, f"--metrics '{path}', line {number},") <= start
+        )
+        part.write_text("".join(kept), encoding="utf-8")
         part.replace(path)
     with path.open("a", encoding="utf-8") as file:
         yield file
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: str, subject: str) -> float:
     """Returns the step of a line; infinity for an incomplete one, which is the last."""
-    return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    if not line.endswith("\n"):
+        return math.inf
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{subject} is not a JSON object with a step: {error!r}. Move the file "
+            "away: the run goes on in a new one."
+        ) from error
 
 
 def write_metrics(file: TextIO, metrics: StepMetrics) -> None:

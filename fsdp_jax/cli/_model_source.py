@@ -201,6 +201,14 @@ class Checkpoint:
         return self.load_params_as_stored(plan_decoder(self.config, mesh).params)
 
 
+def _refuse_fields(path: Path, ignore_fields: Sequence[str]) -> None:
+    if ignore_fields:
+        raise ValueError(
+            f"--ignore-field {' '.join(ignore_fields)}: '{path}' is a run, which has "
+            "read its config.json. Leave it out."
+        )
+
+
 def open_any(
     model: str | Path,
     step: int | None = None,
@@ -225,6 +233,7 @@ def open_any(
         if fsdp.latest_step(path) is not None:
             origin = open_language_model(path, step)
             if config is None:
+                _refuse_fields(path, ignore_fields)
                 return origin
             return dataclasses.replace(
                 origin, config=read_config(config, ignore_fields)

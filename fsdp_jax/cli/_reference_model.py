@@ -20,7 +20,7 @@ from fsdp_jax.cli._document_data import DocumentData
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._model_source import Checkpoint
 from fsdp_jax.cli._preference_loss import answer_log_probs
-from fsdp_jax.cli._train_loop import Run
+from fsdp_jax.cli._run import Run
 
 REFERENCE = "reference"
 """Name of the reference's log-probabilities among the files of a step."""
@@ -69,12 +69,16 @@ def with_reference(
     return dataclasses.replace(data, sources=tuple(sources))
 
 
-def read_reference(folder: Path, sha256: str) -> list[np.ndarray] | None:
+def read_reference(
+    folder: Path, sha256: str, command: str | None = None
+) -> list[np.ndarray] | None:
     """Reads what `write_reference` wrote; None if it is not there, or of other data.
 
     Args:
       folder: Directory of the run, or the folder of the files of a step.
       sha256: Fingerprint of the data.
+      command: Digest of the command, by another of which it is not taken; None for any,
+        as of a step, which is of the run that goes on.
     """
     file = folder / _FILE
     if not file.is_file():
@@ -82,16 +86,22 @@ def read_reference(folder: Path, sha256: str) -> list[np.ndarray] | None:
     with np.load(file) as stored:
         if str(stored["sha256"]) != sha256:
             return None
-        return [stored[f"source_{i}"] for i in range(len(stored.files) - 1)]
+        if command is not None and str(stored.get("command")) != command:
+            return None
+        number = sum(name.startswith("source_") for name in stored.files)
+        return [stored[f"source_{i}"] for i in range(number)]
 
 
-def write_reference(folder: Path, sha256: str, parts: Sequence[np.ndarray]) -> Path:
+def write_reference(
+    folder: Path, sha256: str, parts: Sequence[np.ndarray], command: str = ""
+) -> Path:
     """Writes log-probabilities for later starts of the run; in the first process.
 
     Args:
       folder: Directory of the run.
       sha256: Fingerprint of the data.
       parts: Log-probabilities of each source.
+      command: Digest of the command that computed them.
 
     Returns:
       The file.
@@ -100,7 +110,7 @@ def write_reference(folder: Path, sha256: str, parts: Sequence[np.ndarray]) -> P
     with together("Writing the reference's log-probabilities"):
         if jax.process_index() == 0:
             named: dict[str, Any] = {f"source_{i}": x for i, x in enumerate(parts)}
-            named["sha256"] = np.asarray(sha256)
+            named |= {"sha256": np.asarray(sha256), "command": np.asarray(command)}
             part = file.with_suffix(".part.npz")
             np.savez(part, **named)
             part.replace(file)
@@ -114,12 +124,13 @@ def add_reference(
     resumed: Checkpoint | None,
     make_state: Callable[[], fsdp.TrainState],
     *,
+    command: str,
     fused: bool,
 ) -> tuple[DocumentData, Run, Callable[[], fsdp.TrainState]]:
     """Adds the reference's log-probabilities to the data, and to what a step saves.
 
     They are those of the model that the run started from: of the step that is resumed,
-    of an earlier start in the same directory, or computed now.
+    of an earlier start of this command in the same directory, or computed now.
 
     Args:
       plan: Plan of the decoder.
@@ -127,6 +138,7 @@ def add_reference(
       run: Run whose steps save them.
       resumed: Step to resume from; None for a new run.
       make_state: Makes the state that the run starts from.
+      command: Digest of the command that starts.
       fused: Whether logits are computed by chunks of the vocabulary.
 
     Returns:
@@ -138,7 +150,7 @@ def add_reference(
     sha256, folder = run.metadata["data_sha256"], run.save
     if resumed is not None:
         folder = fsdp.checkpoint.load_files(resumed.path, REFERENCE, step=resumed.step)
-    parts = read_reference(folder, sha256)
+    parts = read_reference(folder, sha256, command if resumed is None else None)
     if parts is None and resumed is not None:
         raise ValueError(
             f"Step {resumed.step} of '{resumed.path}' has the reference's "
@@ -152,7 +164,7 @@ def add_reference(
             for source in data.sources
         ]
         make_state = functools.partial(_same, state)
-    file = write_reference(run.save, sha256, parts)
+    file = write_reference(run.save, sha256, parts, command)
     run = dataclasses.replace(run, files={**run.files, REFERENCE: [file]})
     return with_reference(data, parts), run, make_state
 

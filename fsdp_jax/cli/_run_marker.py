@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -68,6 +69,13 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
         f"{': ' * bool(differ)}{'; '.join(differ)}. Two runs would mix: save to "
         f"another directory, or go on from that one with --resume {save}."
     )
+
+
+def digest_of(command: Command) -> str:
+    """Returns a digest of a command, which is that of each start of it."""
+    return hashlib.sha256(
+        json.dumps(_entry(command), sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
 def _entry(command: Command) -> dict[str, Any]:

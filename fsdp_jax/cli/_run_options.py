@@ -41,22 +41,31 @@ class SaveOptions:
     local_every: Unset[int] = None
     local_keep: Unset[int] = None
 
-    def check(self, *, evaluates: bool) -> None:
+    def check(self, *, eval_every: int | None) -> None:
         """Raises a `ValueError` for numbers out of range, or without effect.
 
         Args:
-          evaluates: Whether held-out data is evaluated.
+          eval_every: Interval of steps of which held-out data is evaluated, 0 for the
+            last alone; None if none is.
         """
         if self.save_every < 0 or self.keep < 0:
             raise ValueError(
                 f"--save-every {self.save_every} and --keep {self.keep} must not be "
                 "negative; 0 saves only at the end, and keeps all steps."
             )
-        if self.keep_best and not (self.keep_best > 0 and self.keep and evaluates):
+        ranks = eval_every is not None and self.keep
+        if self.keep_best and not (self.keep_best > 0 and ranks):
             raise ValueError(
                 f"--keep-best {self.keep_best}: it is at least 1, and needs --keep N, "
                 "which keeps the newest steps too, and --eval-data FILE, whose loss "
                 "ranks all steps."
+            )
+        # Of steps without a loss none is removed before there is one with a loss.
+        if self.keep_best and not (self.save_every and eval_every):
+            raise ValueError(
+                f"--keep-best {self.keep_best}: steps before the last need a loss. "
+                f"Give --save-every and --eval-every, which are {self.save_every} and "
+                f"{eval_every}."
             )
         numbers = {"--local-every": self.local_every, "--local-keep": self.local_keep}
         given = {name: x for name, x in numbers.items() if x is not None}

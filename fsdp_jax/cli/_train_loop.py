@@ -6,23 +6,19 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 import fsdp_jax as fsdp
-from fsdp_jax.cli._callback import Callback, call
-from fsdp_jax.cli._chain import KEY, Chain, Link, link_in
+from fsdp_jax.cli._callback import call
+from fsdp_jax.cli._chain import KEY, Chain, link_in
 from fsdp_jax.cli._context_parallel import num_rows, num_targets, split_rows
 from fsdp_jax.cli._data import Batches, position
-from fsdp_jax.cli._data_config import DataConfig
 from fsdp_jax.cli._decoder_loss import Batch
 from fsdp_jax.cli._errors import CheckFailed
-from fsdp_jax.cli._held_out import HeldOut
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._log_writers import logged_run, open_writers
 from fsdp_jax.cli._metrics import (
@@ -32,90 +28,16 @@ from fsdp_jax.cli._metrics import (
     peak_memory_bytes,
     write_metrics,
 )
-from fsdp_jax.cli._orbax_log import be_brief_about_saves
-from fsdp_jax.cli._profile import Window, tracer
-from fsdp_jax.cli._replay import ReplayOptions, replayed
-from fsdp_jax.cli._routing import Routing, move_biases
-from fsdp_jax.cli._run_options import LogOptions, SaveOptions
-from fsdp_jax.cli._samples import Samples
+from fsdp_jax.cli._profile import tracer
+from fsdp_jax.cli._replay import replayed
+from fsdp_jax.cli._routing import move_biases
+from fsdp_jax.cli._run import Run
+from fsdp_jax.cli._run_file import write_run_file
+from fsdp_jax.cli._run_marker import mark_begun
 from fsdp_jax.cli._screen import step_screen
 from fsdp_jax.cli._training_data import move_to
 from fsdp_jax.cli._utilization import Utilization, utilization_of
 from fsdp_jax.training._compiler_options import options_for
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run: its steps, its checkpoints and its outputs.
-
-    Attributes:
-      start: Number of steps done before.
-      steps: Last step.
-      save: Directory of the checkpoints.
-      checkpoints: Steps to save and to keep.
-      logs: Destination of the metrics.
-      options: Options of the run, by section.
-      metadata: Metadata of each saved step, beside the position in the data.
-      files: Files saved with each step.
-      data: Options of the data.
-      loss_fn: Loss from `training_loss`, or from `document_loss`.
-      per_token: Whether it is from `document_loss`.
-      microbatches: Microbatches a step.
-      batch_parts: Parts of a rank's rows that layers run side by side.
-      held_out: Held-out data to evaluate; None for none.
-      samples: Prompts to continue; None for none.
-      callback: Function called with the metrics of each step; None for none.
-      window: Steps to trace; None for none.
-      routing: Routing of models with experts.
-      loss_scale: Loss scale of the state; None for none.
-      name_rows: Names the data of rows of the stream, for errors.
-      replay: Checks against silent corruption.
-      make_plan: Makes the plan for another mesh, to replay on; None for no replays.
-      before: Link of the step that the run goes on from; None for none.
-    """
-
-    start: int
-    steps: int
-    save: Path
-    checkpoints: SaveOptions
-    logs: LogOptions
-    options: dict[str, Any]
-    metadata: dict[str, Any]
-    files: dict[str, list[Path]]
-    data: DataConfig
-    loss_fn: Callable[..., Any]
-    per_token: bool = False
-    microbatches: int = 1
-    batch_parts: int = 1
-    held_out: HeldOut | None = None
-    samples: Samples | None = None
-    callback: Callback | None = None
-    window: Window | None = None
-    routing: Routing = Routing()
-    loss_scale: fsdp.training.LossScale | None = None
-    name_rows: Callable[[Sequence[int]], str] = str
-    replay: ReplayOptions = ReplayOptions()
-    make_plan: Callable[[Mesh], fsdp.Plan] | None = None
-    before: Link | None = None
-
-    def is_logged(self, metrics: StepMetrics) -> bool:
-        """Returns whether the metrics of a step are written.
-
-        Args:
-          metrics: Metrics of the step.
-        """
-        is_due = metrics.step % (self.logs.log_every or 1) == 0
-        return is_due or metrics.step == self.steps or metrics.eval_loss is not None
-
-    def open_checkpointer(self) -> fsdp.Checkpointer:
-        """Opens the directory of the checkpoints, which are saved in the background."""
-        be_brief_about_saves()
-        return fsdp.Checkpointer(
-            self.save,
-            save_decision_policy=self.checkpoints.decision(self.steps),
-            preservation_policy=self.checkpoints.preservation(self.save),
-            local=self.checkpoints.local,
-        )
 
 
 def run_steps(
@@ -159,11 +81,16 @@ def _run_all(
     batches: Batches,
 ) -> None:
     with run.open_checkpointer() as checkpointer:
-        before = None if run.before is None else run.before.digest
+        before = None, None
+        if run.before is not None:
+            before = run.before.digest, run.before.step
         state = _resume_locally(run, checkpointer, plan, tx, batches)
         if state is not None and (link := link_in(checkpointer.metadata)) is not None:
             # The chain is of the steps in `save`: the one before this local step.
-            before = link.before
+            before = link.before, link.before_step
+        if run.command is not None:  # Now that nothing is in its way.
+            mark_begun(run.save, run.command)
+            write_run_file(run.save, run.options)
         state = make_state() if state is None else state
         run = dataclasses.replace(run, start=int(state.step))
         saved = _StepSaver(run, checkpointer, _chain(run, plan, before))
@@ -192,6 +119,13 @@ def _resume_locally(
     state = checkpointer.resume(fsdp.abstract_state(plan, tx, run.loss_scale))
     if state is None or int(state.step) <= run.start:
         return None
+    if not run.goes_on:
+        raise ValueError(
+            f"--local-checkpoints '{run.checkpoints.local.path}' holds step "
+            f"{int(state.step)} of a run that another command began in '{run.save}', "
+            "and that saved no step there. Begin yours in another directory, or remove "
+            f"'{run.save}' first."
+        )
     say(f"resuming from step {int(state.step)} on the local disks")
     assert checkpointer.metadata is not None
     move_to(batches, checkpointer.metadata, run.data)
@@ -221,10 +155,12 @@ def _make_step(
     return replayed(run.replay, plan, run.make_plan, make, tx)
 
 
-def _chain(run: Run, plan: fsdp.Plan, before: str | None) -> Chain | None:
+def _chain(
+    run: Run, plan: fsdp.Plan, before: tuple[str | None, int | None]
+) -> Chain | None:
     if not run.replay.chain:
         return None
-    return Chain(plan, run.options, run.metadata["data_sha256"], before)
+    return Chain(plan, run.options, run.metadata["data_sha256"], *before)
 
 
 @dataclasses.dataclass(frozen=True)

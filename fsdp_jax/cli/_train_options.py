@@ -59,6 +59,11 @@ class StartOptions:
                 f"--resume-step {self.resume_step} chooses a step of the run to "
                 "resume: give --resume RUN too."
             )
+        if self.resume is not None and self.ignore_field:
+            raise ValueError(
+                f"--ignore-field {' '.join(self.ignore_field)}: --resume goes on from "
+                "a run, which has read its config.json. Leave it out."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,7 +141,7 @@ def start_state(
             params = origin.load_params(plan.params)
         else:
             base = origin.load_params(fsdp.training.abstract_base_params(plan))
-            params = fsdp.training.add_lora(plan, base, jax.random.key(0))
+            params = fsdp.training.add_lora(plan, base, jax.random.key(seed))
         return fsdp.init_state(plan, tx, params, loss_scale=loss_scale)
     like = fsdp.abstract_state(plan, tx, loss_scale)
     return fsdp.load(resumed.path, like, step=resumed.step)

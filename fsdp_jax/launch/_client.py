@@ -16,6 +16,7 @@ from fsdp_jax.launch._timeouts import Timeouts
 
 # Timeout of the greeting, once the coordinator has accepted the connection.
 _GREETING_SECS = 10
+_LONGEST_SECS = 1e8  # Three years.
 # Minimum interval between heartbeats: steps may be shorter, and need not all be sent.
 _SHORTEST_BEAT_SECS = 0.05
 # Time for the program to exit by itself after an error that ends the job.
@@ -155,11 +156,18 @@ def _report(
     connection: socket.socket, handshake: Handshake, timeouts: Timeouts, token: str
 ) -> Message:
     """Sends the handshake, and returns the answer once all processes have connected."""
-    nonce = _check_greeting(connection)
+    nonce, start_secs = _check_greeting(connection)
     connection.sendall(encode(sign(handshake.to_message(), nonce, token)))
     # Longer than the coordinator's own timeout, whose message names missing processes.
-    connection.settimeout(timeouts.start_secs + _GREETING_SECS)
-    answer = _read(connection)
+    most = max(timeouts.start_secs, start_secs) + _GREETING_SECS
+    connection.settimeout(most)
+    try:
+        answer = _read(connection)
+    except TimeoutError as error:
+        raise ValueError(
+            f"The coordinator did not answer for {most:g} s. Is it stopped, or its "
+            "machine gone?"
+        ) from error
     if "refused" in answer:
         raise ValueError(answer["refused"])
     if "service" not in answer:
@@ -181,21 +189,23 @@ def _connect(host: str, port: int, end: float) -> socket.socket:
             time.sleep(0.1)
 
 
-def _check_greeting(connection: socket.socket) -> str:
-    """Returns the random text in the greeting of the coordinator."""
+def _check_greeting(connection: socket.socket) -> tuple[str, float]:
+    """Returns the random text in the coordinator's greeting, and its `start_secs`."""
     try:
         greeting: Any = _read(connection)
     except (OSError, ValueError):
         greeting = {}
     nonce = greeting.pop("nonce", None)
-    if greeting != GREETING or not isinstance(nonce, str):
+    start_secs = greeting.pop("start_secs", None)
+    is_number = isinstance(start_secs, int | float) and 0 <= start_secs < _LONGEST_SECS
+    if greeting != GREETING or not isinstance(nonce, str) or not is_number:
         host, port = connection.getpeername()[:2]
         raise ValueError(
             f"What listens at {host}:{port} is not a coordinator of this version of "
             "fsdp_jax: another program has the port. Choose another, the same for all "
             "processes."
         )
-    return nonce
+    return nonce, start_secs
 
 
 def _read(connection: socket.socket) -> Message:

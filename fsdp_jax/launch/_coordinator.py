@@ -86,6 +86,7 @@ class Coordinator:
         # Connections without a handshake, the oldest first.
         self._unidentified: dict[asyncio.StreamWriter, None] = {}
         timeouts = timeouts or Timeouts()
+        self._start_secs = timeouts.start_secs
         self._state = CoordinatorState(
             num_processes, timeouts, report, time.monotonic()
         )
@@ -195,7 +196,7 @@ class Coordinator:
         self._unidentified[writer] = None
         try:
             nonce = secrets.token_hex(16)
-            send({**GREETING, "nonce": nonce})
+            send({**GREETING, "nonce": nonce, "start_secs": self._start_secs})
             line = await asyncio.wait_for(reader.readline(), _HANDSHAKE_SECS)
         finally:
             self._unidentified.pop(writer, None)

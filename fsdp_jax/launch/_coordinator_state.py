@@ -194,8 +194,17 @@ class CoordinatorState:
         elif self._contradicted is None:
             self._check_start(now)
         elif now - self._contradicted > _SETTLE_SECS or self.all_connected:
-            found = "\n  ".join(self._problems())
+            self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        """Ends a job whose processes contradict each other still, or lets it start."""
+        if problems := self._problems():
+            found = "\n  ".join(problems)
             self.end(f"The processes do not agree; the job does not start:\n  {found}")
+            return
+        self._contradicted = None  # One of them has gone.
+        if self.all_connected:
+            self._start(now)
 
     def _check_running(self, now: float) -> None:
         timeouts, still = self._timeouts, standstill(self.members, now)

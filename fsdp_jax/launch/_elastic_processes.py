@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from fsdp_jax.launch._elastic_config import ElasticConfig, Places
+from fsdp_jax.launch._exit_status import is_failure
 from fsdp_jax.launch._generation import Generation
 from fsdp_jax.launch._processes import Line, Processes
 from fsdp_jax.launch._timeouts import Timeouts
@@ -115,7 +116,8 @@ class ElasticProcesses:
                 continue
             if outcome.status in (0, _STOPPED) or self._stop_signal is not None:
                 return outcome.status
-            if number == 0 and outcome.status < _SIGNALS and not outcome.has_trained:
+            is_error = is_failure(outcome.status)
+            if number == 0 and is_error and not outcome.has_trained:
                 return outcome.status
             if restarts == self._config.max_restarts:
                 self._report(f"no restart is left of {restarts}: the job ends")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 import threading
 from types import FrameType
@@ -63,9 +64,10 @@ def is_failure(status: int) -> bool:
     """Returns whether a status is that of a failure, and not of a stop by a signal.
 
     A program that saves and ends after SIGTERM ends with 128 and the signal's number.
-    So do the others of its job, some of them later.
+    So do the others of its job, some of them later. Above the signals are the statuses
+    of programs that end with a negative one.
     """
-    return 0 < status < 128
+    return 0 < status <= 128 or status >= 128 + signal.NSIG
 
 
 def _lines(frame: FrameType | None) -> tuple[tuple[FrameType, int], ...]:

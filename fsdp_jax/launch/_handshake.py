@@ -14,6 +14,7 @@ from fsdp_jax.launch._protocol import Message
 _LONGEST_SHOWN = 60
 # Longest name or value in a handshake.
 _LONGEST_TEXT = 1000
+_LONGEST_HOST = 255
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Handshake:
     facts: Mapping[str, str]
 
     def __str__(self) -> str:
-        return f"process {self.rank} ({self.host}, pid {self.pid})"
+        # It may come from anyone who reaches the port, and goes to a terminal.
+        host = "".join(c if c.isprintable() else "?" for c in self.host[:_LONGEST_HOST])
+        return f"process {self.rank} ({host}, pid {self.pid})"
 
     def to_message(self) -> Message:
         """Returns the message to send."""

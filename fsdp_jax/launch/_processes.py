@@ -14,6 +14,7 @@ from typing import TextIO
 
 from fsdp_jax.launch._cluster import HOSTED, TOKEN
 from fsdp_jax.launch._coordinator import Coordinator
+from fsdp_jax.launch._exit_status import is_failure
 from fsdp_jax.launch._timeouts import Timeouts
 
 Line = Callable[[int, str, bool], None]
@@ -73,6 +74,9 @@ class Processes:
         self._crashed: frozenset[int] = frozenset()
         self._local_ranks = local_ranks
         self._failed_at: float | None = None
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # As some supervisors leave it: the statuses of children would be lost.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._children: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
         self._token = secrets.token_hex(16)
@@ -283,7 +287,7 @@ def _job_status(status: int, blamed: Sequence[int | None]) -> int:
         error, whose status is the job's; one above 128 is of a process ended here.
     """
     if status == _ABORTED:
-        errors = [error for error in blamed if error and 0 < error < 128]
+        errors = [error for error in blamed if error and is_failure(error)]
         status = min(errors, default=status)
     return 128 - status if status < 0 else status
 

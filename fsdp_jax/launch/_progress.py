@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 import time
 
@@ -39,11 +40,16 @@ def report_progress(phase: str, step: int | None = None) -> None:
 
     Args:
       phase: Name of the phase, e.g. `"reading the next batch"`.
-      step: Training step of the phase; None for that of the last call.
+      step: Training step of the phase, as an integer of Python, numpy or jax; None for
+        that of the last call.
+
+    Raises:
+      TypeError: If `step` is no integer.
     """
     global _position
-    step = _position.step if step is None else step
-    _position = Position(phase, step, time.monotonic())
+    # What is sent to the coordinator is JSON.
+    step = _position.step if step is None else operator.index(step)
+    _position = Position(str(phase), step, time.monotonic())
     _moved.set()
 
 

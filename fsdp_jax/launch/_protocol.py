@@ -15,7 +15,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-GREETING: Message = {"coordinator": "fsdp_jax", "version": 2}
+GREETING: Message = {"coordinator": "fsdp_jax", "version": 3}
 MAX_BYTES = 2**20
 
 

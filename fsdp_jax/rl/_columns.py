@@ -67,6 +67,8 @@ def as_numbers(index: Any, num_rows: int) -> np.ndarray:
         if index.shape != (num_rows,):
             raise ValueError(f"a mask of {index.shape} for {num_rows} rows.")
         return np.flatnonzero(index)
+    if index.size and not np.issubdtype(index.dtype, np.integer):
+        raise TypeError(f"A batch is indexed by whole numbers, not by {index.dtype}.")
     return np.arange(num_rows)[index.astype(np.int64)]
 
 

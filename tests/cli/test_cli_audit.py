@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -97,6 +98,11 @@ def test_a_step_whose_predecessor_was_replaced_is_found():
     first = Link(1, "a", {}, "t", "c", "p", "o", None)
     second = Link(2, "b", {}, "t", "c", "p", "o", first.digest)
     assert broken_links({1: first, 2: second}) == []
+    # A step between them that was removed.
+    third = Link(3, "c", {}, "t", "c", "p", "o", second.digest, second.step)
+    assert broken_links({1: first, 2: second, 3: third}) == []
+    assert broken_links({1: first, 3: third}) == []
+    assert broken_links({2: dataclasses.replace(second, state="x"), 3: third})
     other = Link(1, "x", {}, "t", "c", "p", "o", None)
     assert broken_links({1: other, 2: second}) == [
         "step 2: not made from step 1 as it is"

@@ -372,6 +372,11 @@ def test_the_preview_marks_what_is_trained(chat_model, chats, capsys):
         ("eval {model} --data {chats}", ["--data {chats}"]),
         ("train --data {text} --steps 1 --eval-data {chats}", ["--data", "'{chats}'"]),
         ("train --data {text} --steps 1 --keep-best 1", ["--keep-best 1", "--keep N"]),
+        (
+            "train --data {text} --steps 4 --keep 1 --keep-best 1 --eval-data {text} "
+            "--save-every 1",
+            ["--keep-best 1", "--eval-every", "1", "0"],
+        ),
         ("train --data {text} --steps 1 --eval-every 1", ["--eval-every 1"]),
         ("data {model} --data {text} --train-on all", ["--train-on all"]),
     ],

@@ -234,6 +234,7 @@ RESUME = "train --resume {run} --data {text} --save {new}"
         ("compare {new} {llama}", ["'{new}'"]),
         ("compare {llama} {llama} --step 1", ["--step 1", "'{llama}'"]),
         ("diff-metrics {jsonl} {new}", ["'{new}'"]),
+        ("generate {run} --prompt a --ignore-field x", ["--ignore-field x", "'{run}'"]),
         ("diff-metrics {jsonl} {no_metrics}", ["'{no_metrics}'", "2"]),
         ("diff-metrics {jsonl} {later}", ["'{jsonl}'", "'{later}'"]),
         ("make-tiny-llama {llama}", ["OUT '{llama}'"]),

@@ -278,6 +278,12 @@ def test_a_run_goes_on_from_the_disk_of_the_host(
     fake_step(5, 4, ValueError("the host is lost"))
     assert run(argv, *metrics, **paths, disk=tmp_path / "disk") == 2
     assert fsdp.latest_step(tmp_path / "run") is None
+    fake_step(2)
+    other = argv + " --seed 3"
+    assert run(other, **paths, disk=tmp_path / "disk") == 2
+    said = capsys.readouterr().err
+    assert "step 2 of a run that another command began" in said
+    assert f"'{tmp_path / 'disk'}'" in said
     fake_step(3, 2)  # and no more
     assert run(argv, *metrics, **paths, disk=tmp_path / "disk") == 0
     assert "step 2 on the local disks" in capsys.readouterr().err

@@ -183,6 +183,8 @@ def test_a_sweep_splits_rows_that_are_long_and_fewer_than_gpus(llama, capsys):
         (("--hf", "somewhere"), "--model package.module:make_model"),
         (("--search", "--sweep"), "sweep first, and search with the --mesh"),
         (("--search", "--search-minutes", "0"), "--search-minutes 0: above 0"),
+        (("--search-minutes", "9"), "--search-minutes 9: give --search too"),
+        (("--batch", "-8"), "--batch -8: at least 1 row"),
         (("--mesh", "tp=2,tp=4"), "'tp' has two sizes, 2 and 4"),
         (("--seq", "0"), "--seq 0: at least 1"),
         (("--seq", "-1"), "--seq -1: at least 1"),

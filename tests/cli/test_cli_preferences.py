@@ -206,3 +206,7 @@ def test_a_reference_of_other_data_is_not_read(tmp_path):
     for one, other in zip(found, parts, strict=True):
         np.testing.assert_array_equal(one, other)
     assert read_reference(tmp_path, "b") is None
+    write_reference(tmp_path, "a", parts, "train --hf one")
+    assert read_reference(tmp_path, "a") is not None
+    assert read_reference(tmp_path, "a", "train --hf one") is not None
+    assert read_reference(tmp_path, "a", "train --hf other") is None

@@ -83,6 +83,37 @@ def test_every_token_has_the_word_of_all_its_experts(ranks, crowded):
     assert not dropped.any()
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    "dispatch",
+    [
+        ops.expert_parallel_dispatch,
+        functools.partial(ops.expert_capacity_dispatch, capacity_factor=4.0),
+    ],
+    ids=["dropless", "capacity"],
+)
+def test_a_choice_of_none_adds_nothing_on_any_number_of_ranks(dispatch, ranks):
+    x, experts, chosen_weights = tokens()
+    taken = np.random.default_rng(2).random(experts.shape) < 0.7
+    given = np.where(taken, experts, EXPERTS)
+
+    def one_more(rows, sizes):  # also of rows that are of no expert
+        return rows + 1
+
+    def local(x, experts, chosen_weights):
+        return dispatch(one_more, x, experts, chosen_weights, EXPERTS)[0]
+
+    mesh = fsdp.make_mesh(ep=ranks, devices=jax.devices()[:ranks])
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
+    )
+    factors = (chosen_weights * taken).sum(-1, keepdims=True)
+    y = jax.jit(mapped)(x, given, chosen_weights)
+    np.testing.assert_allclose(y, (x + 1) * factors, atol=1e-12)
+    grads = jax.jit(jax.grad(lambda x: mapped(x, given, chosen_weights).sum()))(x)
+    np.testing.assert_allclose(grads, np.ones_like(x) * factors, atol=1e-12)
+
+
 def test_tokens_that_went_to_other_experts_would_be_noticed():
     x, experts, chosen_weights = tokens()
     other = by_hand(weights(), x, (experts + 1) % EXPERTS, chosen_weights)

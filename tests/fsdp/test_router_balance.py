@@ -112,6 +112,18 @@ def test_the_mean_of_the_ranks_global_losses_is_that_of_the_whole_batch():
         assert abs(mean("batch")[0] - whole[0]) > 1e-3  # a rank has a single row
 
 
+def test_a_row_without_tokens_adds_nothing_to_a_loss():
+    counts, scores = jnp.array([[2.0, 2.0], [0.0, 0.0]]), jnp.array([[3.0, 1], [0, 0]])
+
+    def loss(scores):
+        return ops.load_balancing_loss(counts, scores, over="sequence")
+
+    value, grads = jax.value_and_grad(loss)(scores)
+    assert float(value) == pytest.approx(0.5)  # of a balanced row, and none
+    assert bool(jnp.isfinite(grads).all())
+    assert float(ops.max_expert_load(jnp.zeros((2, 4)), axes=())) == 0
+
+
 def test_the_load_is_that_of_all_ranks():
     tokens, scores = used()
     got = on_eight(lambda tokens, _: ops.max_expert_load(tokens), P())(tokens, scores)

@@ -104,6 +104,27 @@ def test_who_does_not_come_is_named_first_in_a_report_then_as_the_end():
     assert "processes 0, 2 of 3 had not come" in job.told()[0]["refused"]
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_contradiction_that_has_gone_does_not_end_the_job(is_last):
+    job = Job()
+    for rank in (0, 1, 1):
+        job.come(rank)
+    job.state.handle_disconnect(job.members[2], 0.5)
+    if is_last:
+        job.come(2, at=0.6)
+    job.state.check_timeouts(2.0)
+    if not is_last:
+        job.come(2, at=2.5)
+    first, second, _, last = job.told()
+    assert all("service" in message for message in (first, second, last))
+
+
+def test_a_host_is_shown_without_what_a_terminal_would_follow():
+    name = f"\x1b[2J\nfsdp_jax: all done{'x' * 1000}"
+    shown = str(Handshake(0, 1, name, 7, 0, {}))
+    assert shown.isprintable() and "?[2J?fsdp_jax" in shown and len(shown) < 300
+
+
 def test_who_goes_before_the_start_may_come_again():
     job = Job()
     job.come(1)

@@ -51,6 +51,8 @@ def test_a_stop_by_a_signal_is_no_failure():
     from fsdp_jax.launch._exit_status import is_failure
 
     assert [is_failure(status) for status in (0, 1, 3, 143)] == [0, 1, 1, 0]
+    # Ctrl-C and a signal of one's own; what Python makes of -1 and -7.
+    assert [is_failure(status) for status in (130, 138, 255, 249)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("program, found", ENDS.values(), ids=ENDS)

@@ -36,6 +36,7 @@ from fsdp_jax.planner import GPU, Search, StepEstimate, gpu_devices
 from fsdp_jax.planner._plot import new_figure
 from fsdp_jax.training._compiler_options import Options
 
+_SEARCH_MINUTES = 4.0
 _AXES = ("pp", "dp_outer", "dp_shard", "ep", "cp", "tp")
 _NO_PLUGIN = (
     "XLA's compiler for GPUs is not installed (pip install 'fsdp-jax[plan]'), so this "
@@ -89,7 +90,7 @@ class Plan:
       ranks_per_node: Ranks on ep that a node has, each token being sent once to a node;
         with --capacity-factor. Default: once to each expert.
       nodes_per_token: Maximum number of nodes that a token is sent to; default all.
-      json: Writes everything to this file.
+      json: Writes everything to this file; of a sweep, on the step that it recommends.
       html: Writes the tables into this file, for a browser.
       picture: Draws memory and time into this file, .png or .svg; of a sweep, of all
         that it compares.
@@ -99,7 +100,7 @@ class Plan:
       search: Tries other schedules of the same step: layers of an iteration, layers
         gathered ahead, what is saved and what stays gathered, how much is communicated
         at once. Says what the best one gains.
-      search_minutes: Minutes that a search may take.
+      search_minutes: Minutes that a search may take; default 4.
       strategy: Sharding and memory of a step.
       speeds: Figures of the cost model.
     """
@@ -135,7 +136,7 @@ class Plan:
     trace: Unset[Path] = None
     sweep: bool = False
     search: bool = False
-    search_minutes: float = 4.0
+    search_minutes: Unset[float] = None
     strategy: Annotated[Strategy, Group] = Strategy()
     speeds: Annotated[Speeds, Group] = Speeds()
 
@@ -158,8 +159,11 @@ class Plan:
                 "plan --sweep compares meshes, and --search schedules on one mesh: "
                 "sweep first, and search with the --mesh and --zero that it recommends."
             )
-        if not self.search_minutes > 0:
-            raise ValueError(f"--search-minutes {self.search_minutes:g}: above 0.")
+        if (minutes := self.search_minutes) is not None:
+            if not self.search:
+                raise ValueError(f"--search-minutes {minutes:g}: give --search too.")
+            if not minutes > 0:
+                raise ValueError(f"--search-minutes {minutes:g}: above 0.")
         if isinstance(self.batch, int) and self.batch < 1:
             raise ValueError(f"--batch {self.batch}: at least 1 row.")
         if self.seq < 1:
@@ -232,7 +236,8 @@ class Plan:
             best = next(iter(sweep.estimates.values()))
             self._show(sweep, _writers(best) | of_all)
         elif self.search:
-            search = _search(step, gpu, sizes, 60 * self.search_minutes)
+            minutes = self.search_minutes or _SEARCH_MINUTES
+            search = _search(step, gpu, sizes, 60 * minutes)
             of_all = {"--html": search.save_html, "--json": search.save_json}
             assert search.best.estimate is not None
             self._show(search, _writers(search.best.estimate) | of_all)

@@ -36,12 +36,13 @@ from fsdp_jax.cli._records import check_kinds, has_records
 from fsdp_jax.cli._reference_model import add_reference
 from fsdp_jax.cli._replay import ReplayOptions
 from fsdp_jax.cli._reward_model import start_origin
-from fsdp_jax.cli._run_file import options_by_section, write_run_file
+from fsdp_jax.cli._run import Run
+from fsdp_jax.cli._run_file import options_by_section
 from fsdp_jax.cli._run_marker import (
     Command,
+    digest_of,
     has_written,
     is_begun,
-    mark_begun,
 )
 from fsdp_jax.cli._run_options import EvalOptions, LogOptions, SaveOptions
 from fsdp_jax.cli._samples import make_samples
@@ -52,7 +53,7 @@ from fsdp_jax.cli._train_config import (
     TrainConfig,
     option_values,
 )
-from fsdp_jax.cli._train_loop import Run, run_steps
+from fsdp_jax.cli._train_loop import run_steps
 from fsdp_jax.cli._train_options import (
     BatchOptions,
     ExpertOptions,
@@ -177,9 +178,9 @@ class Train:
             name_rows=functools.partial(name_rows, data, config.data),
             make_plan=functools.partial(_make_plan, self, config, origin),
             before=link_in(stored),
+            goes_on=begun or _is_in_place(self),
+            command=command,
         )
-        mark_begun(self.save, command)
-        write_run_file(run.save, run.options)
         tx = config.make_optimizer(origin.config)
         seed, scored = config.data.seed, config.data.objective == "reward"
         started = start_origin(origin, scored=scored, mesh=mesh, seed=seed)
@@ -189,7 +190,9 @@ class Train:
         if isinstance(data, DocumentData) and config.data.objective == "dpo":
             fused = self.precision.fused_loss
             data, run, make_state = add_reference(
-                plan, data, run, resumed, make_state, fused=fused
+                *(plan, data, run, resumed, make_state),
+                command=digest_of(command),
+                fused=fused,
             )
             batches = batches_of(data, config.data, fsdp.host_shard(mesh))
         move_to(batches, stored, config.data)
@@ -277,7 +280,8 @@ def _check(train: Train) -> bool:
         refuse_document_options(_command(train).options)
     train.start.check()
     train.strategy.check(dataclasses.asdict(train.mesh))
-    train.checkpoints.check(evaluates=bool(train.evaluation.eval_data))
+    evaluates, every = train.evaluation.eval_data, train.evaluation.eval_every
+    train.checkpoints.check(eval_every=(every or 0) if evaluates else None)
     train.evaluation.check(train.data, train.mesh)
     train.logs.check()
     train.profiling.check()

@@ -78,15 +78,18 @@ def max_expert_load(
       axes: Mesh axes whose ranks have different rows.
 
     Returns:
-      1 if all experts are used evenly, the number of experts if only one is used.
+      1 if all experts are used evenly, the number of experts if only one is used; 0 if
+      there is no token.
     """
     tokens = _over_ranks(tokens_per_expert.sum(-2), axes).astype(jnp.float32)
-    return tokens.max(-1) / tokens.mean(-1)
+    return tokens.shape[-1] * _parts(tokens).max(-1)
 
 
 def _parts(amounts: Array) -> Array:
     """Returns each expert's fraction; the total is a token count without gradient."""
-    return amounts / lax.stop_gradient(amounts.sum(-1, keepdims=True))
+    total = lax.stop_gradient(amounts.sum(-1, keepdims=True))
+    # A row without tokens has no fractions, and adds nothing.
+    return amounts / jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def _over_ranks(tokens: Array, axes: Sequence[str]) -> Array:

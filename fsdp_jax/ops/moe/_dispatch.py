@@ -90,7 +90,10 @@ def expert_parallel_dispatch(
     counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
     with jax.named_scope(EXPERT_DISPATCH):
         if ranks == 1:
-            inverse = inverse_of(order)
+            # Choices of none come last. Nobody gets them, as with several ranks.
+            none, inverse = len(flat), inverse_of(order)
+            order = jnp.where(jnp.arange(none) < counts.sum(), order, none)
+            inverse = jnp.where(flat < num_experts, inverse, none)
             route = RaggedRoute(order, inverse, None, None, None, None, chosen, None)
         else:
             most = tokens * min(chosen, local)
