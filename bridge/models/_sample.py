@@ -58,8 +58,8 @@ class Sampling:
 
 
 def _is_count(number: object) -> bool:
-    is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-    return is_whole and number >= 1
+    is_number = isinstance(number, int | np.integer)
+    return is_number and not isinstance(number, bool) and int(number) >= 1
 
 
 GREEDY = Sampling()
