@@ -11,6 +11,7 @@ torch/distributed/checkpoint/filesystem.py::_StorageInfo
 import dataclasses
 import functools
 import math
+import reprlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -229,7 +230,7 @@ def _tensor_entry(stub: Stub) -> _TensorEntry:
     dtype = stub.state["properties"].state[0]
     shape, chunks = _sizes(stub.state["size"]), tuple(stub.state["chunks"])
     if not isinstance(dtype, np.dtype):
-        raise ValueError(f"the dtype {dtype!r} is not known")
+        raise ValueError(f"the dtype {reprlib.repr(dtype)} is not known")
     if any(len(box) != len(shape) for box in chunks):
         raise ValueError(f"chunks of a tensor of shape {shape} have other dims")
     return _TensorEntry(shape, dtype, chunks)
@@ -242,7 +243,7 @@ def _box(stub: Stub) -> Box:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not all(isinstance(n, int) and n >= 0 for n in value):
-        raise ValueError(f"{value!r} are not sizes")
+        raise ValueError(f"{reprlib.repr(value)} are not sizes")
     return tuple(value)
 
 
@@ -250,7 +251,7 @@ def _place(stub: Stub) -> _Place:
     state = stub.state
     file, span = state["relative_path"], (state["offset"], state["length"])
     if not isinstance(file, str) or not all(isinstance(n, int) for n in span):
-        raise ValueError(f"{state!r} is not a place in a file")
+        raise ValueError(f"{reprlib.repr(state)} is not a place in a file")
     return _Place(file, *span, state.get("transform_descriptors"))
 
 
