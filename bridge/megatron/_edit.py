@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from bridge._box import shape_of
+from bridge._cast import check_range
 from bridge._local_path import check_local
 from bridge._new_directory import check_free
 from bridge.formats._edits import Edits
@@ -38,7 +39,8 @@ def edit_distributed(
     Raises:
       FileNotFoundError: If `src` does not exist.
       ValueError: If `src` is damaged or no distributed checkpoint, `dst` is taken, or
-        the edits cannot be made; nothing is written.
+        the edits cannot be made, or a number is beyond the largest of its new
+        dtype; nothing is written.
     """
     check_local(src, dst)
     check_free(Path(dst))
@@ -57,6 +59,7 @@ def edit_distributed(
             for number, (key, dtype) in enumerate(cast.items(), 1):
                 for tile in dcp.tensors[key].tiles:
                     array = tile.part.read().reshape(shape_of(tile.box))
+                    check_range(array, dtype, key)
                     offsets = tuple(r.start for r in tile.box)
                     writer.add(names[key], offsets, array.astype(dtype, copy=False))
                 if progress is not None:
