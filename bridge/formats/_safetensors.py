@@ -125,7 +125,21 @@ def encode_header(
 
     Returns:
       Length and JSON, padded so that the data starts on a cache line.
+
+    Raises:
+      ValueError: If a dtype or a name cannot be stored; all are listed.
     """
+    wrong = [
+        f"  '{name}': {dtype} is none of {', '.join(DTYPES)}"
+        for name, (_, dtype) in entries.items()
+        if dtype not in DTYPE_NAMES
+    ]
+    if wrong:
+        raise ValueError(
+            "safetensors files cannot hold these tensors:\n"
+            + "\n".join(wrong)
+            + "\nCast them, or leave them out."
+        )
     # transformers rejects files without this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0

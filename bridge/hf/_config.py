@@ -311,7 +311,7 @@ def _decode(
         return {}, str(error).splitlines()
     except KeyError as error:
         return {}, [f"{error.args[0]} is missing"]
-    except (TypeError, ArithmeticError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         names = ", ".join(transform.names)
         return {}, [f"{names}, or a size: wrong type or value: {error}"]
 
