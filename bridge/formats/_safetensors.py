@@ -134,11 +134,13 @@ def encode_header(
         for name, (_, dtype) in entries.items()
         if dtype not in DTYPE_NAMES
     ]
+    if "__metadata__" in entries:
+        wrong.append("  '__metadata__': the name of the file's texts, not of a tensor")
     if wrong:
         raise ValueError(
             "safetensors files cannot hold these tensors:\n"
             + "\n".join(wrong)
-            + "\nCast them, or leave them out."
+            + "\nCast them, rename them, or leave them out."
         )
     # transformers rejects files without this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}

@@ -55,6 +55,11 @@ def test_a_dtype_that_safetensors_has_none_of_is_named():
     assert "'b'" not in str(error.value)
 
 
+def test_a_tensor_with_the_name_of_metadata_is_refused():
+    with pytest.raises(ValueError, match=facts("'__metadata__'")):
+        encode_header({"__metadata__": ((2,), F32), "a": ((2,), F32)})
+
+
 def test_numbers_of_sixteen_bytes_are_copied():
     source = np.arange(6).reshape(2, 3) * (1 + 2j)
     copied = np.empty((3, 2), np.complex128).T
