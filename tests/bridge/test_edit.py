@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 import bridge
 from bridge.megatron import edit_distributed
+from bridge.megatron.read._dcp import open_dcp
 from bridge.megatron.write._dcp import DcpWriter
 
 F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -34,6 +35,25 @@ def test_a_cast_of_megatron_makes_no_number_infinite(tmp_path):
     with pytest.raises(ValueError, match=facts("'b'", "1e+08", "65504", "float16")):
         edit_distributed(run, tmp_path / "out", edits)
     assert not (tmp_path / "out").exists()
+
+
+def test_nested_entries_of_a_distributed_checkpoint_stay_nested(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    paths = [("model", "a.w"), ("model", "b.w"), ("optim", "state", 0, "step"), ("x",)]
+    with DcpWriter(run) as writer:
+        for path in paths:
+            writer.add_entry(path, np.ones(2, np.float32))
+        writer.add_entry(("args", "lr"), 0.1)
+        writer.finish()
+    edits = bridge.Edits(rename=(("model.a", "model.c"), ("^x", "y")), drop=("*.b.w",))
+    edit_distributed(run, tmp_path / "out", edits)
+    assert open_dcp(tmp_path / "out/release").paths == {
+        "model.c.w": ("model", "c.w"),
+        "optim.state.0.step": ("optim", "state", 0, "step"),
+        "y": ("y",),
+        "args.lr": ("args", "lr"),
+    }
 
 
 def write_torchao(path: Path) -> None:
