@@ -1,6 +1,6 @@
 """Gemma 3, the text model: five layers of six slide, with a rope of their own.
 
-Checkpoints of the models that also see (`model_type` gemma3) are refused by that name.
+Of checkpoints of the models that also see (`model_type` gemma3), this part is read.
 
 Source: transformers `configuration_gemma3.py`, `modeling_gemma3.py`.
 """

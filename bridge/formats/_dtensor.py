@@ -5,6 +5,7 @@ torch/_utils.py::_rebuild_wrapper_subclass
 """
 
 import dataclasses
+import reprlib
 from typing import Any
 
 from bridge.formats._unpickle import Stub
@@ -20,7 +21,7 @@ class LocalShard:
       dim: Dim that is split over the ranks; None if each rank has all of it.
     """
 
-    local: Any
+    local: Any = dataclasses.field(repr=False)
     shape: tuple[int, ...]
     dim: int | None
 
@@ -38,6 +39,8 @@ def local_shard(args: tuple[Any, ...], state: Any) -> LocalShard:
         whose order of ranks is not the order of the values.
     """
     of_class, _, shape = args[:3]
+    if not all(isinstance(size, int) for size in shape):
+        raise ValueError(f"{reprlib.repr(shape)} is not the shape of a tensor")
     pair = state if isinstance(state, tuple) else (state,)
     attributes = {key: value for part in pair for key, value in (part or {}).items()}
     local = attributes.get("_local_tensor")

@@ -1,11 +1,13 @@
 """Validation of pickle opcodes before unpickling.
 
 The C unpickler trusts every size: one opcode of five bytes makes it allocate and fill
-34 GB of memo. So the opcodes are checked first; those that neither torch nor Megatron
-writes are rejected.
+34 GB of memo. So the opcodes are checked first, with the sizes of keys; those that
+neither torch nor Megatron writes are rejected.
 """
 
 import pickletools
+
+from bridge.formats._pickle_keys import KeySizes
 
 # Protocol 2 and later, except opcodes that name a class without `find_class` (EXT),
 # instantiate in the old way (INST, OBJ), or need out-of-band buffers.
@@ -39,31 +41,42 @@ _COUNTED = {
     if op.arg is not None and op.arg.n in _LENGTH_BYTES
 }
 _GLOBAL, _STOP, _LONG_BINPUT = ord("c"), ord("."), ord("r")
+_MEMO = frozenset(
+    code
+    for code, op in _BY_CODE.items()
+    if op.name in ("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET")
+)
 _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 
 def check_opcodes(program: bytes) -> None:
-    """Checks that unpickling needs memory of the order of the pickle's size.
+    """Checks that unpickling needs memory and time of the order of the pickle's size.
 
     Args:
       program: Bytes of one complete pickle.
 
     Raises:
       ValueError: If it uses a disallowed opcode, ends early, has bytes after its STOP,
-        or uses a memo index larger than its length.
+        takes more than its stack or memo holds, uses a memo index larger than its
+        length, or hashes a key of too many values.
     """
-    position, code = 0, -1
+    position, code, sizes = 0, -1, KeySizes()
     while code != _STOP:
         if position >= len(program):
             raise ValueError("it ends before its STOP")
         code, position = program[position], position + 1
-        size = _FIXED.get(code)
+        size, start = _FIXED.get(code), position
         position = _skip(program, code, position) if size is None else position + size
+        argument = 0
+        if code in _MEMO:
+            argument = int.from_bytes(program[start:position], "little")
         # The C unpickler allocates its memo up to the largest index.
-        if code == _LONG_BINPUT:
-            entry = int.from_bytes(program[position - 4 : position], "little")
-            if entry > len(program):
-                raise ValueError(f"it asks for {entry:,} memo entries")
+        if code == _LONG_BINPUT and argument > len(program):
+            raise ValueError(f"it asks for {argument:,} memo entries")
+        try:
+            sizes.run(code, argument)
+        except (IndexError, KeyError):
+            raise ValueError("it takes more than its stack or memo holds") from None
     if position != len(program):
         raise ValueError(f"{len(program) - position:,} bytes follow its end")
 

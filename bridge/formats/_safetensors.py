@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +113,37 @@ def read_metadata(file: Path) -> dict[str, str]:
     return _read_json(file)[0].get("__metadata__", {})
 
 
-def encode_header(entries: dict[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
+def encode_header(
+    entries: dict[str, tuple[tuple[int, ...], np.dtype]],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
     """Returns the header of a file whose tensors are written consecutively.
 
     Args:
       entries: Shape and dtype by name, in the order the data will be written.
+      metadata: Texts by name, to write beside the tensors.
 
     Returns:
       Length and JSON, padded so that the data starts on a cache line.
+
+    Raises:
+      ValueError: If a dtype or a name cannot be stored; all are listed.
     """
+    wrong = [
+        f"  '{name}': {dtype} is none of {', '.join(DTYPES)}"
+        for name, (_, dtype) in entries.items()
+        if dtype not in DTYPE_NAMES
+    ]
+    if "__metadata__" in entries:
+        wrong.append("  '__metadata__': the name of the file's texts, not of a tensor")
+    if wrong:
+        raise ValueError(
+            "safetensors files cannot hold these tensors:\n"
+            + "\n".join(wrong)
+            + "\nCast them, rename them, or leave them out."
+        )
     # transformers rejects files without this metadata.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, (shape, dtype) in entries.items():
         end = offset + math.prod(shape) * dtype.itemsize

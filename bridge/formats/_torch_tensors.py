@@ -5,6 +5,7 @@ Source: pytorch torch/_utils.py::_rebuild_tensor_v2
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from bridge._box import complete, shape_of
 from bridge.formats._dtensor import LocalShard, local_shard
 from bridge.formats._torch_dtypes import DTYPES, STORAGES
-from bridge.formats._unpickle import PERSISTENT_ID, Rule, Stub
+from bridge.formats._unpickle import PERSISTENT_ID, Rule, Stub, check_hashable
 from bridge.formats._zip import StoredZip
 
 
@@ -82,21 +83,28 @@ def tensor_rules(archive: StoredZip, folder: str) -> dict[str, Rule]:
 
 def _as_dict(stub: Stub) -> dict[Any, Any]:
     pairs = stub.args[0] if stub.args and not isinstance(stub.args[0], Stub) else ()
-    return {**dict(pairs), **(stub.entries or {})}
+    return {**_dict_of(pairs), **(stub.entries or {})}
+
+
+def _dict_of(pairs: Any) -> dict[Any, Any]:
+    if not isinstance(pairs, dict):  # whose keys have been checked
+        for key, _ in pairs:
+            check_hashable(key)
+    return dict(pairs)
 
 
 def _encode(stub: Stub) -> bytes:
     text, encoding = stub.args
     if encoding != "latin1":
-        raise ValueError(f"bytes are encoded as {encoding!r}, not latin1")
+        raise ValueError(f"bytes are encoded as {reprlib.repr(encoding)}, not latin1")
     return text.encode("latin1")
 
 
 PLAIN_RULES: Mapping[str, Rule] = {
     "collections.OrderedDict": _as_dict,
     "collections.defaultdict": _as_dict,
-    "argparse.Namespace": lambda stub: dict(stub.state or {}),
-    "types.SimpleNamespace": lambda stub: dict(stub.state or {}),
+    "argparse.Namespace": lambda stub: _dict_of(stub.state or {}),
+    "types.SimpleNamespace": lambda stub: _dict_of(stub.state or {}),
     "torch.Size": lambda stub: tuple(*stub.args),
     "_codecs.encode": _encode,
     **{f"torch.{name}": lambda _, dtype=dtype: dtype for name, dtype in DTYPES.items()},
@@ -158,7 +166,7 @@ class _TensorRules:
         kind, of_class, key, _, num_elements = stub.args[0]
         name = of_class.name.removeprefix("torch.").removeprefix("storage.")
         if kind != "storage" or name not in STORAGES or not isinstance(key, str):
-            raise ValueError(f"{stub.args[0]!r} is not a storage")
+            raise ValueError(f"{reprlib.repr(stub.args[0])} is not a storage")
         member, dtype = f"{self.folder}data/{key}", STORAGES[name]
         nbytes = num_elements * dtype.itemsize
         if self.archive.nbytes(member) != nbytes:
@@ -182,11 +190,15 @@ class _TensorRules:
         said = stub.args[metadata] if len(stub.args) > metadata else None
         views = dict(said) if isinstance(said, dict) else {}
         if said and (not views or not {"conj", "neg"} >= views.keys()):
-            raise ValueError(f"a tensor has the metadata {said!r}, which is not read")
+            raise ValueError(
+                f"a tensor has the metadata {reprlib.repr(said)}, which is not read"
+            )
         dtype: np.dtype = storage.dtype if named is None else named
         sizes = (offset, *shape, *strides)
         if len(shape) != len(strides) or not all(_is_size(size) for size in sizes):
-            raise ValueError(f"{sizes} are not offset, shape and strides of a tensor")
+            raise ValueError(
+                f"{reprlib.repr(sizes)} are not offset, shape and strides of a tensor"
+            )
         tensor = LazyTensor(
             self.archive,
             storage.member,

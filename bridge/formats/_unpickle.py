@@ -13,6 +13,9 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
+from bridge.formats._pickle_keys import check_key
 from bridge.formats._pickle_opcodes import check_opcodes
 from bridge.formats._torch_dtypes import DTYPES, STORAGES
 
@@ -155,7 +158,8 @@ class Stub:
         self.elements.append(element)
 
     def __repr__(self) -> str:
-        return f"<{self.name}{self.args or ''}>"
+        # Without arguments: of shared ones the text would grow exponentially.
+        return f"<{self.name}>"
 
 
 PERSISTENT_ID = "a persistent id"
@@ -228,6 +232,15 @@ class _Unpickler(pickle.Unpickler):
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
+def check_hashable(key: Any) -> None:
+    """Checks that an interpreted value can be hashed, as a key, in little time.
+
+    Raises:
+      ValueError: As `check_key` does.
+    """
+    check_key(key, (*_ATOMS, Stub, np.dtype))
+
+
 class _Interpreter:
     """Applies rules from the leaves up, and preserves shared references."""
 
@@ -257,10 +270,18 @@ class _Interpreter:
         if isinstance(value, type) and issubclass(value, Stub):
             return self._apply(value())  # a name alone: a dtype, a class of storage
         if isinstance(value, dict):
-            return {self.interpret(k): self.interpret(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple, set, frozenset)):
+            return {self._key(k): self.interpret(v) for k, v in value.items()}
+        if isinstance(value, (set, frozenset)):
+            return type(value)(self._key(v) for v in value)
+        if isinstance(value, (list, tuple)):
             return type(value)(self.interpret(v) for v in value)
         return value
+
+    def _key(self, value: Any) -> Any:
+        key = self.interpret(value)
+        if type(key) not in _ATOMS:
+            check_hashable(key)
+        return key
 
     def _apply(self, stub: Stub) -> Any:
         if stub.args:

@@ -45,7 +45,7 @@ from bridge.models import (
 )
 from bridge.models._config_consistency import MAX_LAYERS
 
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = {
     "moe": MoEConfig,
@@ -284,7 +284,8 @@ def _read_fields(
     values = dict(family.constants)
     for name, field in family.fields.items():
         values |= dict.fromkeys(field.targets(name), _freeze(filled[name]))
-    counts = (filled.get(name, fields.get(name)) for name in _LAYER_COUNTS)
+    counts = [filled.get(name, fields.get(name)) for name in _LAYER_COUNTS]
+    counts.append(values.get("num_hidden_layers"))  # of any name in the file
     layers = max((n for n in counts if isinstance(n, int)), default=0)
     if layers > MAX_LAYERS:  # before any list of so many
         return values, [f"num_hidden_layers {layers:,}: at most {MAX_LAYERS:,}"]
@@ -310,7 +311,7 @@ def _decode(
         return {}, str(error).splitlines()
     except KeyError as error:
         return {}, [f"{error.args[0]} is missing"]
-    except (TypeError, ArithmeticError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         names = ", ".join(transform.names)
         return {}, [f"{names}, or a size: wrong type or value: {error}"]
 

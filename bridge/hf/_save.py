@@ -82,11 +82,14 @@ def save_hf(
             check_free(path)
         sidecars = [] if copy_from is None else find_sidecars(Path(copy_from))
         leaves = named_leaves(arrays_of(params))
-        fields_with_head(config, head)  # What cannot be said is refused here.
+        fields_with_head(config, head)  # before a mapping that it may not have
         mapping = mapping_with_head(config, head)
         mapping.check(leaves)
         pieces = mapping.by_source()
         tensors = entries_of(pieces, leaves, dtype)
+        # What a config cannot say is refused here, and so is a dtype of the files.
+        config = dataclasses.replace(config, dtype=_most_common_dtype(tensors).name)
+        fields = fields_with_head(config, head)
         files = assign_files(tensors, max_shard_bytes)
     with contextlib.ExitStack() as stack:
         with agreeing():
@@ -98,7 +101,7 @@ def save_hf(
             if directory is not None:
                 if len(files) > 1:
                     _write_json(directory / INDEX_NAME, index_of(files))
-                _write_configs(directory, config, head, tensors)
+                _write_configs(directory, fields)
                 if copy_from is not None:
                     copy_sidecars(Path(copy_from), sidecars, directory)
                 if checksums:
@@ -115,15 +118,15 @@ def _write_checksums(directory: Path) -> None:
     (directory / "SHA256SUMS").write_text("".join(lines))
 
 
-def _write_configs(
-    directory: Path, config: DecoderConfig, head: Head, entries: Entries
-) -> None:
-    # The dtype of most bytes: what transformers will load everything as.
+def _most_common_dtype(entries: Entries) -> np.dtype:
+    """Returns the dtype of most bytes: what transformers will load everything as."""
     totals: dict[np.dtype, int] = {}
     for shape, dtype in entries.values():
         totals[dtype] = totals.get(dtype, 0) + math.prod(shape) * dtype.itemsize
-    dtype = max(totals, key=lambda dtype: totals[dtype])
-    fields = fields_with_head(dataclasses.replace(config, dtype=dtype.name), head)
+    return max(totals, key=lambda dtype: totals[dtype])
+
+
+def _write_configs(directory: Path, fields: dict[str, Any]) -> None:
     _write_json(directory / CONFIG_NAME, fields)
     tokens = {
         name: fields[name]

@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 from bridge._box import shape_of
+from bridge._cast import check_range
 from bridge._local_path import check_local
 from bridge._new_directory import check_free
 from bridge.formats._edits import Edits
-from bridge.megatron.read._dcp import METADATA_NAME, open_dcp
+from bridge.megatron.read._dcp import METADATA_NAME, StatePath, open_dcp
 from bridge.megatron.read._find import find_iteration
 from bridge.megatron.write._dcp import DcpWriter
 from bridge.megatron.write._directory import new_checkpoint
@@ -38,7 +39,8 @@ def edit_distributed(
     Raises:
       FileNotFoundError: If `src` does not exist.
       ValueError: If `src` is damaged or no distributed checkpoint, `dst` is taken, or
-        the edits cannot be made; nothing is written.
+        the edits cannot be made, or a number is beyond the largest of its new
+        dtype; nothing is written.
     """
     check_local(src, dst)
     check_free(Path(dst))
@@ -57,6 +59,7 @@ def edit_distributed(
             for number, (key, dtype) in enumerate(cast.items(), 1):
                 for tile in dcp.tensors[key].tiles:
                     array = tile.part.read().reshape(shape_of(tile.box))
+                    check_range(array, dtype, key)
                     offsets = tuple(r.start for r in tile.box)
                     writer.add(names[key], offsets, array.astype(dtype, copy=False))
                 if progress is not None:
@@ -64,7 +67,26 @@ def edit_distributed(
             for key in dcp.items:
                 if key in names:
                     writer.add_raw(names[key], dcp.raw[key]())
+            for key, path in dcp.paths.items():
+                if key in names:
+                    writer.add_path(names[key], _path_of(names[key], path))
             writer.finish()
         for file in sorted(directory.iterdir()):
             if file.is_file() and file.suffix != ".distcp" and file.name[0] != ".":
                 shutil.copy2(file, out / file.name)
+
+
+def _path_of(key: str, path: StatePath) -> StatePath:
+    """Returns the path of a renamed entry, in the dicts that begin its new name.
+
+    Args:
+      key: New key.
+      path: Path of the entry before.
+    """
+    if key == ".".join(map(str, path)):
+        return path
+    for length in range(len(path) - 1, 0, -1):
+        prefix = "".join(f"{part}." for part in path[:length])
+        if key.startswith(prefix) and key != prefix:
+            return *path[:length], key.removeprefix(prefix)
+    return (key,)

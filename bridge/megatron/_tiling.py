@@ -56,8 +56,19 @@ def tile(box: Box, tiles: Sequence[Tile[T]]) -> Tiling[T]:
     Raises:
       ValueError: If an element of `box` is in no part or in several, or a part extends
         beyond `box`. Arrangements that no plane divides (pinwheels) are rejected as
-        well; no sharding produces them.
+        well; no sharding produces them. Nor does it cut a box hundreds of times, one
+        part of it after the other, along other dims each time.
     """
+    try:
+        return _tile(box, tiles)
+    except RecursionError:
+        raise ValueError(
+            f"{len(tiles):,} parts of the box {_show(box)} are cut out of one another "
+            "too often: no sharding produces them"
+        ) from None
+
+
+def _tile(box: Box, tiles: Sequence[Tile[T]]) -> Tiling[T]:
     if len(tiles) == 1 and tiles[0].box == box:
         return tiles[0]
     for dim, whole in enumerate(box):
@@ -110,7 +121,7 @@ def _cut(box: Box, dim: int, groups: list[list[Tile[T]]]) -> Cut[T]:
             f"{_show(box)}: there is a gap, or a part lies outside"
         )
     sections = tuple(
-        tile((*box[:dim], span, *box[dim + 1 :]), group)
+        _tile((*box[:dim], span, *box[dim + 1 :]), group)
         for span, group in zip(spans, groups, strict=True)
     )
     return Cut(dim, tuple(ends[1:]), sections)

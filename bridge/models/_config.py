@@ -316,8 +316,9 @@ class DecoderConfig(DecoderFields):
             object.__setattr__(self, "learned_positions", not positioned)
         if self.head_dim is None and isinstance(self.mla, MLAConfig):
             object.__setattr__(self, "head_dim", self.mla.qk_head_dim)
-        elif self.head_dim is None and isinstance(hidden, int) and heads:
-            object.__setattr__(self, "head_dim", hidden // heads)
+        elif self.head_dim is None and isinstance(hidden, int):
+            if isinstance(heads, int) and heads:  # else the checks that follow refuse
+                object.__setattr__(self, "head_dim", hidden // heads)
 
 
 _MIXERS: dict[str, Mixer | None] = {

@@ -33,6 +33,10 @@ def inconsistencies(config: DecoderFields) -> list[str]:
     Args:
       config: Config, with fields of their types and positive sizes.
     """
+    if config.num_hidden_layers > MAX_LAYERS:  # before any list of so many
+        return [
+            f"num_hidden_layers {config.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
+        ]
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     wrong = []
     if heads % kv_heads:
@@ -49,10 +53,6 @@ def inconsistencies(config: DecoderFields) -> list[str]:
     for name in ("norm_eps", "initializer_range"):
         if getattr(config, name) < 0:
             wrong.append(f"{name} {getattr(config, name)} is negative")
-    if config.num_hidden_layers > MAX_LAYERS:
-        wrong.append(
-            f"num_hidden_layers {config.num_hidden_layers:,}: at most {MAX_LAYERS:,}"
-        )
     wrong += _inconsistent_features(config)
     wrong += _inconsistent_full_attention(config)
     wrong += _inconsistent_value_heads(config)

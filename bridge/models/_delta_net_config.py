@@ -67,7 +67,8 @@ class DeltaNetConfig:
             ]
         if self.decay_rank is not None and not self.decay_by_dim:
             wrong = [*wrong, "decay_rank: decay_by_dim is not set"]
-        if self.decay_bound is not None and not self.decay_bound < 0:
+        bound = self.decay_bound
+        if isinstance(bound, int | float) and not bound < 0:
             wrong = [*wrong, f"decay_bound {self.decay_bound} is not negative"]
         raise_if("DeltaNetConfig", wrong)
 

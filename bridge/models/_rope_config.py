@@ -117,6 +117,8 @@ class RopeConfig:
             value = getattr(self, name)
             if isinstance(value, int | float) and not value > 0:
                 wrong.append(f"{name} = {value!r}: must be above 0")
+        if isinstance(part := self.partial_rotary_factor, int | float) and part > 1:
+            wrong.append(f"partial_rotary_factor = {part!r}: a head has at most 1")
         return wrong
 
 

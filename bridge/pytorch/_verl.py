@@ -90,13 +90,13 @@ def open_verl(path: str | os.PathLike[str]) -> VerlCheckpoint:
     if not path.is_dir():
         raise FileNotFoundError(f"No checkpoint at '{path}': nothing is there.")
     found = _find(path)
-    models = [read_torch_file(file) for file in found["model"]]
+    models = [_read_dict(file) for file in found["model"]]
     tensors = _merge(path, models)
     optimizer = None
     if found["optim"]:
-        states = [read_torch_file(file) for file in found["optim"]]
+        states = [_read_dict(file) for file in found["optim"]]
         optimizer = _optimizer(path, states, _trained(models[0], tensors))
-    extra = tuple(read_torch_file(file) for file in found["extra_state"])
+    extra = tuple(_read_dict(file) for file in found["extra_state"])
     source = TensorSource(str(path), MappingProxyType(tensors))
     return VerlCheckpoint(path, len(models), source, optimizer, extra)
 
@@ -124,6 +124,16 @@ def _find(path: Path) -> dict[str, list[Path]]:
             f"'{path}' is not complete:\n{format_report({'missing': missing})}"
         )
     return {kind: files.get(kind, []) for kind in ("model", "optim", "extra_state")}
+
+
+def _read_dict(file: Path) -> dict[Any, Any]:
+    tree = read_torch_file(file)
+    if not isinstance(tree, dict):
+        raise ValueError(
+            f"'{file}' holds a {type(tree).__name__}, not a dict, as verl writes: it "
+            "is of another program, or damaged."
+        )
+    return tree
 
 
 def _merge(path: Path, ranks: Sequence[Any]) -> dict[str, RankShards]:
@@ -169,6 +179,7 @@ def _trained(
 def _optimizer(
     path: Path, ranks: Sequence[Any], params: Mapping[str, RankShards]
 ) -> VerlOptimizer:
+    _check_adam(path, ranks)
     first = ranks[0]
     sizes = [len(group["params"]) for group in first["param_groups"]]
     if sizes != [len(params)]:  # with several groups numbers do not follow the model
@@ -199,6 +210,29 @@ def _optimizer(
         for group in first["param_groups"]
     )
     return VerlOptimizer(kinds["exp_avg"], kinds["exp_avg_sq"], steps.pop(), groups)
+
+
+def _check_adam(path: Path, ranks: Sequence[Any]) -> None:
+    """Checks that ranks have the state of Adam for each parameter."""
+    for rank, tree in enumerate(ranks):
+        states, groups = tree.get("state"), tree.get("param_groups")
+        if not isinstance(states, dict) or not isinstance(groups, list):
+            raise ValueError(
+                f"The optimizer of rank {rank} of '{path}' has {sorted(map(str, tree))}"
+                ", not 'param_groups' and 'state' of an optimizer of torch."
+            )
+        kept = {name for state in states.values() for name in state}
+        lacking = sorted(
+            name
+            for name in ("exp_avg", "exp_avg_sq", "step")
+            if not states or any(name not in state for state in states.values())
+        )
+        if lacking:
+            raise ValueError(
+                f"The optimizer of rank {rank} of '{path}' is not Adam: of "
+                f"{len(states)} parameters it has {sorted(kept)}, not {lacking}. "
+                f"Remove the files optim_world_size_* to read the weights alone."
+            )
 
 
 def _number(step: Any) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,10 @@ from bridge._local_path import check_local
 from bridge._new_directory import new_directory
 from bridge.formats._edits import Edits
 from bridge.formats._safetensors import encode_header
-from bridge.formats._weight_files import (
-    BIN_INDEX_NAME,
-    INDEX_NAME,
-    TORCH_SUFFIXES,
-    open_checkpoint,
-)
+from bridge.formats._weight_files import INDEX_NAME, open_checkpoint
+from bridge.streaming._beside import copy_beside, find_beside
 from bridge.streaming._files import assign_files, index_of
+from bridge.streaming._header_metadata import edit_metadata
 from bridge.streaming._load import Progress
 
 _MAX_SHARD_BYTES = 5 * 10**9
@@ -35,7 +31,8 @@ def edit_safetensors(
     """Writes a safetensors checkpoint with other names, other dtypes or fewer tensors.
 
     One tensor is in memory at a time; the directory appears when it is complete. Files
-    of a directory that hold no weights (config, tokenizer) are copied.
+    of a directory that hold no weights (config, tokenizer) are copied, but checksums
+    are not. The config's dtype follows a cast that leaves one floating dtype.
 
     Args:
       src: Directory or file, as `open_checkpoint` takes it.
@@ -46,7 +43,8 @@ def edit_safetensors(
 
     Raises:
       FileNotFoundError: If `src` does not exist.
-      ValueError: If `src` is damaged, `dst` exists, or the edits cannot be made;
+      ValueError: If `src` is damaged, `dst` exists, or the edits cannot be made, or
+        a file to copy is a link to one elsewhere;
         nothing is written.
 
     Examples:
@@ -62,6 +60,8 @@ def edit_safetensors(
     names, dtypes = edits.apply({key: source.dtype(key) for key in source.keys()})
     olds = {new: old for old, new in names.items()}
     entries = {new: (source.shape(old), dtypes[old]) for new, old in olds.items()}
+    metadata = edit_metadata(source, names)
+    beside = find_beside(Path(src))
     files = assign_files(entries, max_shard_bytes)
     total = sum(int(np.prod(s, dtype=int)) * d.itemsize for s, d in entries.values())
     done = 0
@@ -69,7 +69,7 @@ def edit_safetensors(
         for file, held in files.items():
             ordered = dict(sorted(held.items(), key=lambda e: -e[1][1].itemsize))
             with (directory / file).open("wb") as stream:
-                stream.write(encode_header(ordered))
+                stream.write(encode_header(ordered, metadata))
                 for new, (_, dtype) in ordered.items():
                     array = source.read(olds[new])
                     check_range(array, dtype, olds[new])
@@ -81,17 +81,5 @@ def edit_safetensors(
                         progress(done, total)
         if len(files) > 1:
             (directory / INDEX_NAME).write_text(json.dumps(index_of(files), indent=2))
-        for beside in _beside(Path(src)):
-            shutil.copy2(beside, directory / beside.name)
-
-
-def _beside(src: Path) -> list[Path]:
-    if not src.is_dir():
-        return []
-    return [
-        file
-        for file in sorted(src.iterdir())
-        if file.is_file()
-        and file.suffix not in (".safetensors", *TORCH_SUFFIXES)
-        and file.name not in (INDEX_NAME, BIN_INDEX_NAME)
-    ]
+        cast = entries.values() if edits.cast else ()
+        copy_beside(Path(src), beside, directory, [dtype for _, dtype in cast])

@@ -51,12 +51,27 @@ def find_sidecars(directory: Path) -> list[Path]:
         for file in listed
         if any(file.relative_to(directory).match(pattern) for pattern in _PATTERNS)
     )
+    check_inside(directory, found)
+    return [file.relative_to(directory) for file in found]
+
+
+def check_inside(directory: Path, files: list[Path]) -> None:
+    """Checks that files of a directory are regular files that lie in it.
+
+    Args:
+      directory: Directory of a model.
+      files: Paths in it.
+
+    Raises:
+      ValueError: If one is none, or a link to a file elsewhere, except in the blobs
+        of the hub's cache.
+    """
     # In the hub's cache, `snapshots/<commit>/<file>` links to `blobs/<hash>`.
     real = directory.resolve()
     inside = (real, real.parent.parent / "blobs")
     wrong = [
         f"  '{file}' is {file.resolve()}"
-        for file in found
+        for file in files
         if not file.is_file()
         or not any(file.resolve().is_relative_to(home) for home in inside)
     ]
@@ -66,7 +81,6 @@ def find_sidecars(directory: Path) -> list[Path]:
             + "\n".join(wrong)
             + "\nReplace them by plain files, or remove them."
         )
-    return [file.relative_to(directory) for file in found]
 
 
 def copy_sidecars(source: Path, files: list[Path], destination: Path) -> None:

@@ -262,6 +262,21 @@ def test_what_is_no_file_of_the_directory_is_not_copied(tmp_path, params, origin
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dtype_that_no_config_says_is_refused_before_a_tensor_is_written(
+    tmp_path, params
+):
+    calls = []
+    with pytest.raises(ValueError, match=facts("'float8_e4m3fn'", "bfloat16")):
+        bridge.save_hf(
+            tmp_path / "out",
+            params,
+            CONFIG,
+            dtype=ml_dtypes.float8_e4m3fn,
+            progress=lambda *done: calls.append(done),
+        )
+    assert not calls and not any(tmp_path.iterdir())
+
+
 def test_a_failed_write_is_raised_and_leaves_nothing(tmp_path, params, monkeypatch):
     def full(stream, data):
         raise OSError("no space left on device")

@@ -1,6 +1,7 @@
 """Ranks' files of verl are the tensors that were sharded; nothing in them is run."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,41 @@ def test_missing_ranks_and_second_world_sizes_are_named(tmp_path):
 def test_parameters_that_cannot_be_told_apart_are_refused(tmp_path):
     save(tmp_path / "actor", (2,), groups=2)
     with pytest.raises(ValueError, match=facts("[2, 1]", "3 parameters")):
+        open_verl(tmp_path / "actor")
+
+
+def change(file: Path, edit: Callable[[Any], Any]) -> None:
+    torch.save(edit(torch.load(file, weights_only=False)), file)
+
+
+def test_an_optimizer_other_than_adam_is_refused(tmp_path):
+    save(tmp_path / "actor", (1,))
+
+    def as_sgd(tree):
+        states = {
+            n: {"momentum_buffer": s["exp_avg"]} for n, s in tree["state"].items()
+        }
+        return tree | {"state": states}
+
+    change(tmp_path / "actor/optim_world_size_1_rank_0.pt", as_sgd)
+    wanted = ["actor", "['momentum_buffer']", "['exp_avg', 'exp_avg_sq', 'step']"]
+    with pytest.raises(ValueError, match=facts(*wanted, "optim_world_size_")):
+        open_verl(tmp_path / "actor")
+
+
+@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
+def test_a_file_without_a_dict_is_named(tmp_path, kind):
+    save(tmp_path / "actor", (1,))
+    name = f"{kind}_world_size_1_rank_0.pt"
+    torch.save([1], tmp_path / "actor" / name)
+    with pytest.raises(ValueError, match=facts(tmp_path / "actor" / name, "list")):
+        open_verl(tmp_path / "actor")
+
+
+def test_a_dict_that_is_no_optimizer_is_named(tmp_path):
+    save(tmp_path / "actor", (1,))
+    torch.save({"lr": 1}, tmp_path / "actor/optim_world_size_1_rank_0.pt")
+    with pytest.raises(ValueError, match=facts("['lr']", "'param_groups'", "'state'")):
         open_verl(tmp_path / "actor")
 
 

@@ -78,9 +78,12 @@ def read_dense_layers(fields: Fields) -> tuple[int, ...]:
     """Returns the indices of the dense layers of a sparse model.
 
     Raises:
-      ValueError: If the length of the `moe_layer_freq` list is not the layer count.
+      ValueError: If the length of the `moe_layer_freq` list is not the layer count, or
+        the number is 0.
     """
     pattern, layers = fields["moe_layer_freq"], range(fields["num_layers"])
+    if pattern == 0:
+        raise ValueError("moe_layer_freq = 0: give every how many layers one is sparse")
     if isinstance(pattern, int):
         return tuple(i for i in layers if i % pattern)
     if len(pattern) != len(layers):

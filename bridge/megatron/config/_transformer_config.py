@@ -242,8 +242,8 @@ def _collect(run: Callable[[], None]) -> list[str]:
         run()
     except ValueError as error:
         return str(error).splitlines()
-    except (TypeError, KeyError) as error:
-        return [f"a field of the wrong type: {error}"]
+    except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        return [f"a field of the wrong type or value: {error}"]
     return []
 
 

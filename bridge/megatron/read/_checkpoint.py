@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -173,7 +174,8 @@ def _common(dcp: DcpDirectory) -> dict[str, Any]:
         common = _common_items(dcp)
     if not isinstance(common, dict):
         raise ValueError(
-            f"The common state of '{dcp.path}' is not a dict, but {common!r}"
+            f"The common state of '{dcp.path}' is not a dict, but "
+            f"{reprlib.repr(common)}"
         )
     return common
 
@@ -218,7 +220,9 @@ def _checkpoint(
 def _dict(directory: Path, common: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = common.get(key) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"'{key}' of '{directory}' is not a dict, but {value!r}.")
+        raise ValueError(
+            f"'{key}' of '{directory}' is not a dict, but {reprlib.repr(value)}."
+        )
     return value
 
 
@@ -227,7 +231,7 @@ def _train_state(directory: Path) -> dict[str, Any]:
     file = directory / TRAIN_STATE_NAME
     state = read_torch_file(file) if file.is_file() else {}
     if not isinstance(state, dict):
-        raise ValueError(f"'{file}' is not a dict, but {state!r}.")
+        raise ValueError(f"'{file}' is not a dict, but {reprlib.repr(state)}.")
     return state
 
 
@@ -236,6 +240,7 @@ def _number(directory: Path, what: str, value: Any) -> int | None:
         value = value.read().item()
     if value is not None and not isinstance(value, int):
         raise ValueError(
-            f"'{directory}' counts its {what} by {value!r}, which is not a number."
+            f"'{directory}' counts its {what} by {reprlib.repr(value)}, which is not a "
+            "number."
         )
     return value

@@ -11,6 +11,7 @@ torch/distributed/checkpoint/filesystem.py::_StorageInfo
 import dataclasses
 import functools
 import math
+import reprlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,9 @@ from bridge.megatron._views import Assembled
 
 METADATA_NAME = ".metadata"
 
+StatePath = tuple[str | int, ...]
+"""Keys, and indices of lists, that lead to an entry in a nested state dict."""
+
 # An archive that was closed is verified again when reopened. Many stay open because
 # each layer's `linear_qkv` is read for three leaves.
 _MAX_OPEN_ARCHIVES = 4096
@@ -43,12 +47,15 @@ class DcpDirectory:
       tensors: Lazy tensors by key on disk.
       items: Functions that read the non-tensor objects, by key on disk.
       raw: Functions that read the archives of these objects as bytes.
+      paths: Keys that lead to an entry in the nested state dict that was saved, by its
+        key on disk; empty if it was flat.
     """
 
     path: Path
     tensors: Mapping[str, Assembled]
     items: Mapping[str, Callable[[], Any]]
     raw: Mapping[str, Callable[[], bytes]]
+    paths: Mapping[str, StatePath]
 
 
 def open_dcp(path: Path) -> DcpDirectory:
@@ -94,6 +101,7 @@ def open_dcp(path: Path) -> DcpDirectory:
         MappingProxyType(tensors),
         {key: functools.partial(_read_item, path, key, p) for key, p in places.items()},
         {key: functools.partial(_read_raw, path, p) for key, p in places.items()},
+        MappingProxyType(metadata.paths),
     )
 
 
@@ -116,6 +124,7 @@ class _TensorEntry:
 class _Metadata:
     entries: Mapping[str, _TensorEntry | None]
     places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
+    paths: dict[str, StatePath]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,14 +231,25 @@ def _metadata(stub: Stub) -> _Metadata:
         raise ValueError("a key is not a string")
     if not all(isinstance(place, _Place) for place in places.values()):
         raise ValueError("a place is none")
-    return _Metadata(entries, places)
+    return _Metadata(entries, places, _paths(stub.state.get("planner_data")))
+
+
+def _paths(planner_data: Any) -> dict[str, StatePath]:
+    """Returns the paths of torch's planner; data of others is not read."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        key: path
+        for key, path in planner_data.items()
+        if isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
+    }
 
 
 def _tensor_entry(stub: Stub) -> _TensorEntry:
     dtype = stub.state["properties"].state[0]
     shape, chunks = _sizes(stub.state["size"]), tuple(stub.state["chunks"])
     if not isinstance(dtype, np.dtype):
-        raise ValueError(f"the dtype {dtype!r} is not known")
+        raise ValueError(f"the dtype {reprlib.repr(dtype)} is not known")
     if any(len(box) != len(shape) for box in chunks):
         raise ValueError(f"chunks of a tensor of shape {shape} have other dims")
     return _TensorEntry(shape, dtype, chunks)
@@ -242,7 +262,7 @@ def _box(stub: Stub) -> Box:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not all(isinstance(n, int) and n >= 0 for n in value):
-        raise ValueError(f"{value!r} are not sizes")
+        raise ValueError(f"{reprlib.repr(value)} are not sizes")
     return tuple(value)
 
 
@@ -250,7 +270,7 @@ def _place(stub: Stub) -> _Place:
     state = stub.state
     file, span = state["relative_path"], (state["offset"], state["length"])
     if not isinstance(file, str) or not all(isinstance(n, int) for n in span):
-        raise ValueError(f"{state!r} is not a place in a file")
+        raise ValueError(f"{reprlib.repr(state)} is not a place in a file")
     return _Place(file, *span, state.get("transform_descriptors"))
 
 

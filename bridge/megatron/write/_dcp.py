@@ -13,12 +13,9 @@ import numpy as np
 from bridge.formats._pickle_writer import Call, Name, Object, Pairs, encode_pickle
 from bridge.formats._torch_dtypes import DTYPE_NAMES
 from bridge.formats._torch_writer import TorchWriter
-from bridge.megatron.read._dcp import METADATA_NAME
+from bridge.megatron.read._dcp import METADATA_NAME, StatePath
 
 _DCP = "torch.distributed.checkpoint"
-
-StatePath = tuple[str, ...]
-"""Keys that lead to an entry in a nested state dict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +95,21 @@ class DcpWriter:
           path: Keys that lead to the entry.
           value: Array, plain value or placeholder.
         """
-        key = ".".join(path)
-        self._paths[key] = path
+        key = ".".join(map(str, path))
+        self.add_path(key, path)
         if isinstance(value, np.ndarray):
             self.add(key, (0,) * value.ndim, value)
         else:
             self.add_item(key, value)
+
+    def add_path(self, key: str, path: StatePath) -> None:
+        """Writes that an entry, added by its key, is one of a nested state dict.
+
+        Args:
+          key: Key of the entry.
+          path: Keys that lead to it.
+        """
+        self._paths[key] = path
 
     def finish(self) -> None:
         """Writes `.metadata`; a tensor's shape is the extent of its chunks."""
