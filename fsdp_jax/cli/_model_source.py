@@ -235,9 +235,8 @@ def open_any(
             if config is None:
                 _refuse_fields(path, ignore_fields)
                 return origin
-            return dataclasses.replace(
-                origin, config=read_config(config, ignore_fields)
-            )
+            own = read_config(config, ignore_fields)
+            return dataclasses.replace(origin, config=own)
         if bridge.megatron.is_megatron(path):
             return _open_megatron(path, step, config, ignore_fields)
         if path.is_dir() and not any(any(path.glob(p)) for p in _WEIGHTS):
