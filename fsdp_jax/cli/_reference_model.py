@@ -111,6 +111,7 @@ def write_reference(
         if jax.process_index() == 0:
             named: dict[str, Any] = {f"source_{i}": x for i, x in enumerate(parts)}
             named |= {"sha256": np.asarray(sha256), "command": np.asarray(command)}
+            folder.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(".part.npz")
             np.savez(part, **named)
             part.replace(file)
