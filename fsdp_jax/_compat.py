@@ -67,6 +67,12 @@ DISTRIBUTED_STATE = PrivateName("jax", "jax._src.distributed", "global_state", _
 for a process that failed.
 """
 
+CLEAN_UP = PrivateName("jax", "jax._src.api", "clean_up", _JAX)
+"""What jax does as the process ends, which has no switch.
+
+It takes XLA's memory from threads that still compile.
+"""
+
 CLUSTER_ENV = PrivateName("jax", "jax._src.clusters", "ClusterEnv", _JAX)
 """Detection of SLURM, Open MPI and Kubernetes.
 
@@ -95,6 +101,12 @@ TYRO_OPTIONS = PrivateName("tyro", "tyro", "_experimental_options", ("1.0.17",))
 
 XLA_BRIDGE_LOGGER = "jax._src.xla_bridge"
 """Logger of jax that reports plugins which cannot be set up."""
+
+ORBAX_FINALIZE = "_finalize"
+"""Method of Orbax's manager that commits a step, and removes those that it replaces.
+
+Orbax has no option for what is to be true of a step before older ones are removed.
+"""
 
 NNX_STATE_PREFIX = "_pytree__"
 """Beginning of the attributes that flax.nnx keeps in a module for itself."""

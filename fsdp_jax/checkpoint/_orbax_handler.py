@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from fsdp_jax._compat import ORBAX_FINALIZE
 from fsdp_jax.checkpoint._checksums import CHECKSUMMED, is_checksummed
 from fsdp_jax.checkpoint._deferred_write import Writing
 from fsdp_jax.checkpoint._leaf_names import Leaf
@@ -279,7 +280,7 @@ def manager(
 
 def _check_is_known() -> None:
     """Raises if Orbax removes steps in another way than `_Manager` replaces."""
-    if not hasattr(ocp.CheckpointManager, "_finalize"):
+    if not hasattr(ocp.CheckpointManager, ORBAX_FINALIZE):
         raise RuntimeError(
             f"orbax-checkpoint {ocp.__version__} may remove old steps before a new one "
             "is committed: use a version that fsdp_jax was tested with."

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import jax
 import tyro
 
 import fsdp_jax
-from fsdp_jax._compat import TYRO_OPTIONS
+from fsdp_jax._compat import CLEAN_UP, TYRO_OPTIONS
 from fsdp_jax._local_path import check_local
 from fsdp_jax._streams import discard, open_closed
 from fsdp_jax.checkpoint import NotSavedError
@@ -101,10 +102,13 @@ def run() -> NoReturn:
     # An interrupt also ends what reads the output: `main` then finds it closed.
     if status not in (_INTERRUPTED, _CLOSED_PIPE):
         sys.exit(status)
-    # XLA may still compile, in threads that Python's own end would take the memory
-    # from: a segmentation fault, and its status.
+    # XLA may still compile, in threads that Python's own end, and jax's, would take the
+    # memory from: a segmentation fault, and its status.
+    with contextlib.suppress(ImportError):
+        atexit.unregister(CLEAN_UP.get())
     try:
         atexit._run_exitfuncs()
+        jax.distributed.shutdown()  # which is the other part of jax's own end
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

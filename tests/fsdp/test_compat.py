@@ -9,12 +9,15 @@ import logging
 import re
 from pathlib import Path
 
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from helpers.errors import facts
 
+import fsdp_jax as fsdp
 from bridge import _compat as bridge_compat
 from fsdp_jax import _compat as compat
+from fsdp_jax.checkpoint import _orbax_handler
 
 pytestmark = pytest.mark.versions
 ROOT = Path(__file__).parents[2]
@@ -51,6 +54,15 @@ def test_what_is_replaced_is_used_and_what_was_there_is_returned(monkeypatch):
     assert private.replace({"ansi_codes": False}) is before
     assert private.get() == {"ansi_codes": False}
     private.replace(before)
+
+
+def test_orbax_removes_steps_in_the_method_that_is_replaced(monkeypatch, tmp_path):
+    assert compat.ORBAX_FINALIZE in vars(_orbax_handler._Manager)
+    monkeypatch.delattr(ocp.CheckpointManager, compat.ORBAX_FINALIZE)
+    with pytest.raises(
+        RuntimeError, match=facts(f"orbax-checkpoint {ocp.__version__}")
+    ):
+        fsdp.Checkpointer(tmp_path / "run")
 
 
 def test_jax_has_the_logger_and_flax_the_attributes():
