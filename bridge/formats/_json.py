@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from bridge.formats._other_formats import describe_content
 from bridge.formats._regular_file import check_regular_file
 
+INFINITE = frozenset({"time_step_limit"})
+"""Fields of configs that may be infinite: the longest time step of Mamba 2."""
+
 # The indices of the largest models have a few megabytes.
 _MAX_BYTES = 100_000_000
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge._local_path import check_local
-from bridge.formats._json import read_json
+from bridge.formats._json import INFINITE, read_json
 from bridge.formats._weight_files import (
     TORCH_SUFFIXES,
     holds_model,
@@ -14,8 +14,6 @@ from bridge.formats._weight_files import (
 )
 
 CONFIG_NAME = "config.json"
-# Of Mamba-2 layers, whose time steps have no upper limit in most models.
-_INFINITE = frozenset({"time_step_limit"})
 _TIED = "tie_word_embeddings"
 _HEAD = "lm_head.weight"
 # Parts of the names of heads, quantized or not, by the conventions of all families.
@@ -48,7 +46,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         file, weights = path.with_name(CONFIG_NAME), path
     if not file.is_file():
         raise FileNotFoundError(f"No model config: '{file}' is not there.")
-    fields = read_json(file, f"'{file}'", _INFINITE)
+    fields = read_json(file, f"'{file}'", INFINITE)
     thinker = fields.get(THINKER)
     if weights is None:
         return fields

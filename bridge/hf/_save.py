@@ -82,7 +82,7 @@ def save_hf(
             check_free(path)
         sidecars = [] if copy_from is None else find_sidecars(Path(copy_from))
         leaves = named_leaves(arrays_of(params))
-        fields_with_head(config, head)  # before a mapping that it may not have
+        fields_with_head(config, head)  # A family without such a head is named first.
         mapping = mapping_with_head(config, head)
         mapping.check(leaves)
         pieces = mapping.by_source()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge._local_path import check_local
-from bridge.formats._json import parse_json
+from bridge.formats._json import read_json
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -141,7 +141,7 @@ def read_lora_config(path: str | os.PathLike[str]) -> LoraConfig:
     file = Path(path) / CONFIG_NAME
     if not file.is_file():
         raise FileNotFoundError(f"No adapter at '{path}': it has no '{CONFIG_NAME}'.")
-    fields = parse_json(file.read_bytes(), f"'{file}'")
+    fields = read_json(file, f"'{file}'")
     if wrong := _refusals(fields):
         raise ValueError(f"'{file}' cannot be followed:\n" + "\n".join(wrong))
     read = {name: fields[name] for name in _READ & set(fields)}

@@ -33,7 +33,8 @@ def rope_tables(
       `modeling_rope_utils.py::dynamic_rope_update`.
     """
     frequencies = _frequencies_of_text(rope, dim, positions)
-    angles = jnp.einsum("bs,f->bsf", positions.astype(jnp.float32), frequencies)
+    form = "bs,f->bsf" if frequencies.ndim == 1 else "bs,bf->bsf"
+    angles = jnp.einsum(form, positions.astype(jnp.float32), frequencies)
     scale = _factor_of_text(rope, positions)
     sin = -jnp.sin(angles) if rope.clockwise else jnp.sin(angles)
     return (jnp.cos(angles) * scale).astype(dtype), (sin * scale).astype(dtype)
@@ -41,14 +42,18 @@ def rope_tables(
 
 def _frequencies_of_text(
     rope: RopeConfig, dim: int, positions: Int[Array, "batch seq"]
-) -> Float[Array, " half_rope_dim"]:
-    """Returns the frequencies, which for two types depend on the longest text."""
+) -> Float[Array, "*batch half_rope_dim"]:
+    """Returns the frequencies; for two types those of each row, by its length.
+
+    transformers takes the longest row of the batch for all of them. So the numbers of
+    a row would depend on those beside it, and on which device has them.
+    """
     frequencies = jnp.asarray(inverse_frequencies(rope, dim))
     length = rope.original_max_position_embeddings
     if rope.rope_type not in ("dynamic", "longrope"):
         return frequencies
     assert length is not None
-    longest = jnp.max(positions) + 1
+    longest = jnp.max(positions, axis=-1, keepdims=True) + 1
     if rope.rope_type == "dynamic":
         assert rope.factor is not None
         times = jnp.maximum(longest, length).astype(jnp.float32) / length
@@ -63,14 +68,15 @@ def _frequencies_of_text(
 
 def _factor_of_text(
     rope: RopeConfig, positions: Int[Array, "batch seq"]
-) -> np.float32 | Float[Array, ""]:
-    """Returns the factor of the tables, which may depend on the longest text."""
+) -> np.float32 | Float[Array, "batch 1 1"]:
+    """Returns the factor of the tables, which may depend on the length of a row."""
     if rope.short_mscale is None or rope.long_mscale is None:
         return np.float32(attention_factor(rope))
     length = rope.original_max_position_embeddings
     assert length is not None
     short, beyond = np.float32(rope.short_mscale), np.float32(rope.long_mscale)
-    return jnp.where(jnp.max(positions) + 1 > length, beyond, short)
+    longest = jnp.max(positions, axis=-1)[:, None, None] + 1
+    return jnp.where(longest > length, beyond, short)
 
 
 def apply_rope(

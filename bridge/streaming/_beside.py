@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.formats._json import parse_json
+from bridge.formats._json import INFINITE, read_json
 from bridge.formats._weight_files import BIN_INDEX_NAME, INDEX_NAME, TORCH_SUFFIXES
 from bridge.streaming._sidecars import check_inside
 
@@ -70,13 +70,18 @@ def copy_beside(
 
 def _set_dtype(config: Path, dtype: str) -> None:
     try:
-        fields = parse_json(config.read_bytes(), f"'{config}'")
+        fields = read_json(config, f"'{config}'", INFINITE)
     except ValueError:  # what is no config before an edit is none after it
         return
     if fields.get("quantization_config"):
         return
     parts = [part for part in fields.values() if isinstance(part, dict)]
-    said = [(part, n) for part in (fields, *parts) for n in _DTYPE_NAMES if part.get(n)]
+    said = [
+        (part, name)
+        for part in (fields, *parts)
+        for name in _DTYPE_NAMES
+        if isinstance(part.get(name), str)
+    ]
     if {part[name] for part, name in said} <= {dtype}:
         return
     for part, name in said:

@@ -238,8 +238,10 @@ class _Manager(ocp.CheckpointManager):
           steps_to_remove: Steps that the policy gives up for it.
         """
         super()._finalize(step, [])
-        if steps_to_remove and is_committed(as_path(self.directory) / str(step)):
-            self._checkpoint_deleter.delete_steps(steps_to_remove)
+        directory = as_path(self.directory)
+        if jax.process_index() == 0 and is_committed(directory / str(step)):
+            for old in steps_to_remove:
+                remove_tree(directory / str(old))
 
     def must_stop(self) -> bool:
         """Asks whether all processes are to stop now; once after each step."""
@@ -259,6 +261,7 @@ def manager(
 
     Raises:
       DamagedCheckpointError: If Orbax cannot read its own notes of a step.
+      RuntimeError: If the installed Orbax removes steps in another way.
     """
     _check_is_known()
     directory = as_path(path).absolute()  # Orbax rejects relative paths.

@@ -92,10 +92,11 @@ def check_context(
         )
     check_whole_rows(config, f"cp={cp}")
     ropes = (config.rope, config.sliding_rope)
-    if any(rope is not None and rope.rope_type == "longrope" for rope in ropes):
+    types = {rope.rope_type for rope in ropes if rope is not None}
+    if found := types & {"dynamic", "longrope"}:
         raise ValueError(
-            f"cp={cp}: LongRoPE depends on the longest text of a batch, but each rank "
-            "has only its part of each row. Use cp=1."
+            f"cp={cp}: ropes of type {found.pop()!r} depend on the length of a text, "
+            "but each rank has only its part of each row. Use cp=1."
         )
 
 

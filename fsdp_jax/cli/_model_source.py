@@ -12,7 +12,7 @@ import jax
 
 import bridge
 import fsdp_jax as fsdp
-from bridge.formats._json import parse_json
+from bridge.formats._json import INFINITE, read_json
 from bridge.models import DecoderConfig
 from bridge.streaming._sidecars import find_sidecars
 from fsdp_jax._report import bytes_bar
@@ -97,7 +97,7 @@ def name_for_adapters(origin: Any, given: str | None) -> str | None:
     if given is None or not isinstance(origin, HuggingFace):
         return None
     file = origin.files / "config.json"
-    fields = parse_json(file.read_bytes(), f"'{file}'") if file.is_file() else {}
+    fields = read_json(file, f"'{file}'", INFINITE) if file.is_file() else {}
     if fields.get("model_type") != origin.config.model_type:
         return None
     return str(Path(given).absolute()) if Path(given).exists() else given

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_jax.cli._data_config import Tokenizer
-from fsdp_jax.cli._model_source import Origin
+from fsdp_jax.cli._model_source import Checkpoint, Origin
+from fsdp_jax.cli._train_config import stored_config
 
 # Vocabularies that other programs read.
 _OTHER_TOKENIZERS = (
@@ -25,9 +26,13 @@ def tokenizer_file(origin: Origin) -> Path | None:
 def default_tokenizer(origin: Origin) -> Tokenizer:
     """Returns the tokenizer where none is asked for: the model's, or bytes without one.
 
+    Of a run it is the one that it was trained with.
+
     Raises:
       ValueError: If the model has one in files that are not read.
     """
+    if isinstance(origin, Checkpoint) and (stored := origin.metadata.get("train")):
+        return stored_config(stored).data.tokenizer
     if tokenizer_file(origin) is not None:
         return "model"
     folder = origin.files
@@ -43,8 +48,8 @@ def default_tokenizer(origin: Origin) -> Tokenizer:
     if others:
         raise ValueError(
             f"'{folder}' has {', '.join(others)}, and no tokenizer.json, which is what "
-            "fsdp-jax reads. Write one by transformers: AutoTokenizer.from_pretrained("
-            f"'{folder}').save_pretrained('{folder}'). Or choose --tokenizer bytes, "
-            "whose tokens are other ones than the model knows."
+            "fsdp-jax reads. Write one into a copy of the model by transformers: "
+            f"AutoTokenizer.from_pretrained('{folder}').save_pretrained(COPY). Or "
+            "choose --tokenizer bytes, whose tokens the model does not know."
         )
     return "bytes"

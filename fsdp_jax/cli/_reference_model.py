@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint._multihost import together
+from fsdp_jax.checkpoint._multihost import exchange, together
 from fsdp_jax.cli._data import FullBatches
 from fsdp_jax.cli._document_data import DocumentData
 from fsdp_jax.cli._log import say
@@ -152,6 +152,8 @@ def add_reference(
     if resumed is not None:
         folder = fsdp.checkpoint.load_files(resumed.path, REFERENCE, step=resumed.step)
     parts = read_reference(folder, sha256, command if resumed is None else None)
+    if not all(exchange(parts is not None)):
+        parts = None  # They are computed by all processes, or by none.
     if parts is None and resumed is not None:
         raise ValueError(
             f"Step {resumed.step} of '{resumed.path}' has the reference's "

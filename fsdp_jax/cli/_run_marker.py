@@ -72,10 +72,9 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 
 
 def digest_of(command: Command) -> str:
-    """Returns a digest of a command, which is that of each start of it."""
-    return hashlib.sha256(
-        json.dumps(_entry(command), sort_keys=True, default=str).encode()
-    ).hexdigest()
+    """Returns a digest of a command as process 0 has it, in all processes."""
+    typed = json.dumps(_values(_entry(command)), sort_keys=True, default=str)
+    return exchange(hashlib.sha256(typed.encode()).hexdigest())[0]
 
 
 def _entry(command: Command) -> dict[str, Any]:

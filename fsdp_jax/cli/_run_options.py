@@ -27,7 +27,7 @@ class SaveOptions:
       save_every: Interval of steps to save, in the background; 0 for the last alone.
       keep: Number of newest checkpoints to keep; 0 for all.
       keep_best: Number of checkpoints to keep besides, those of the least held-out
-        loss; needs --keep and --eval-data.
+        loss; needs --save-every, --keep, --eval-data and --eval-every.
       local_checkpoints: Directory on a disk of each host for more frequent checkpoints,
         which the same command resumes from after a failure.
       local_every: Interval of steps to save there; default 1.

@@ -11,12 +11,18 @@ from typing import Any, NoReturn
 
 from fsdp_jax.launch._handshake import Handshake
 from fsdp_jax.launch._progress import await_move, position
-from fsdp_jax.launch._protocol import GREETING, Message, decode, encode, sign
+from fsdp_jax.launch._protocol import (
+    GREETING,
+    LONGEST_SECS,
+    Message,
+    decode,
+    encode,
+    sign,
+)
 from fsdp_jax.launch._timeouts import Timeouts
 
 # Timeout of the greeting, once the coordinator has accepted the connection.
 _GREETING_SECS = 10
-_LONGEST_SECS = 1e8  # Three years.
 # Minimum interval between heartbeats: steps may be shorter, and need not all be sent.
 _SHORTEST_BEAT_SECS = 0.05
 # Time for the program to exit by itself after an error that ends the job.
@@ -159,7 +165,8 @@ def _report(
     nonce, start_secs = _check_greeting(connection)
     connection.sendall(encode(sign(handshake.to_message(), nonce, token)))
     # Longer than the coordinator's own timeout, whose message names missing processes.
-    most = max(timeouts.start_secs, start_secs) + _GREETING_SECS
+    own = min(timeouts.start_secs, LONGEST_SECS)
+    most = max(own, start_secs) + _GREETING_SECS
     connection.settimeout(most)
     try:
         answer = _read(connection)
@@ -197,7 +204,7 @@ def _check_greeting(connection: socket.socket) -> tuple[str, float]:
         greeting = {}
     nonce = greeting.pop("nonce", None)
     start_secs = greeting.pop("start_secs", None)
-    is_number = isinstance(start_secs, int | float) and 0 <= start_secs < _LONGEST_SECS
+    is_number = isinstance(start_secs, int | float) and 0 <= start_secs <= LONGEST_SECS
     if greeting != GREETING or not isinstance(nonce, str) or not is_number:
         host, port = connection.getpeername()[:2]
         raise ValueError(

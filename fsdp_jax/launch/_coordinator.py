@@ -24,6 +24,7 @@ from fsdp_jax.launch._coordinator_state import CoordinatorState
 from fsdp_jax.launch._handshake import Handshake
 from fsdp_jax.launch._protocol import (
     GREETING,
+    LONGEST_SECS,
     MAX_BYTES,
     Message,
     check_report,
@@ -86,7 +87,7 @@ class Coordinator:
         # Connections without a handshake, the oldest first.
         self._unidentified: dict[asyncio.StreamWriter, None] = {}
         timeouts = timeouts or Timeouts()
-        self._start_secs = timeouts.start_secs
+        self._start_secs = min(timeouts.start_secs, LONGEST_SECS)
         self._state = CoordinatorState(
             num_processes, timeouts, report, time.monotonic()
         )

@@ -194,9 +194,9 @@ class CoordinatorState:
         elif self._contradicted is None:
             self._check_start(now)
         elif now - self._contradicted > _SETTLE_SECS or self.all_connected:
-            self._settle(now)
+            self._resolve_contradiction(now)
 
-    def _settle(self, now: float) -> None:
+    def _resolve_contradiction(self, now: float) -> None:
         """Ends a job whose processes contradict each other still, or lets it start."""
         if problems := self._problems():
             found = "\n  ".join(problems)

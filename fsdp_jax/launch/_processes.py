@@ -74,7 +74,8 @@ class Processes:
         self._crashed: frozenset[int] = frozenset()
         self._local_ranks = local_ranks
         self._failed_at: float | None = None
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        is_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        if is_ignored and threading.current_thread() is threading.main_thread():
             # As some supervisors leave it: the statuses of children would be lost.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._children: list[subprocess.Popen[str]] = []
@@ -284,7 +285,7 @@ def _job_status(status: int, blamed: Sequence[int | None]) -> int:
     Args:
       status: Status of the process that was seen to fail.
       blamed: Statuses of the processes that are the reason. Of an abort that is an
-        error, whose status is the job's; one above 128 is of a process ended here.
+        error, whose status is the job's; that of a signal is of a process ended here.
     """
     if status == _ABORTED:
         errors = [error for error in blamed if error and is_failure(error)]

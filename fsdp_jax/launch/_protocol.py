@@ -15,6 +15,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+LONGEST_SECS = 1e8
+"""Longest time that a process waits for an answer: three years."""
+
 GREETING: Message = {"coordinator": "fsdp_jax", "version": 3}
 MAX_BYTES = 2**20
 

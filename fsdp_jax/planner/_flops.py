@@ -12,7 +12,7 @@ from fsdp_jax.planner.liveness._operations import Operation, Program, Value
 _RAGGED = ("ragged_dot", "ragged_dot_general")
 
 
-class Origin(enum.IntEnum):
+class Provenance(enum.IntEnum):
     """What an array is made of; of several origins the last one counts."""
 
     DATA = 0
@@ -30,10 +30,10 @@ def product_flops(program: Program) -> float:
     Args:
       program: Traced program in the shapes of one device, e.g. a model's forward.
     """
-    return training_flops(program, [Origin.DATA] * len(program.inputs))
+    return training_flops(program, [Provenance.DATA] * len(program.inputs))
 
 
-def training_flops(program: Program, origins: Sequence[Origin]) -> float:
+def training_flops(program: Program, origins: Sequence[Provenance]) -> float:
     """Returns the FLOPs of a program, and of backward without recomputation.
 
     In backward a product of which the result depends on a trained parameter is one
@@ -43,31 +43,33 @@ def training_flops(program: Program, origins: Sequence[Origin]) -> float:
 
     Args:
       program: Forward, as for `product_flops`.
-      origins: Origin of each input.
+      origins: Provenance of each input.
     """
     return _walk(program, origins)[0]
 
 
-def _walk(program: Program, origins: Sequence[Origin]) -> tuple[float, list[Origin]]:
+def _walk(
+    program: Program, origins: Sequence[Provenance]
+) -> tuple[float, list[Provenance]]:
     """Returns the FLOPs of a program, and the origin of each result."""
-    known: dict[Value | None, Origin] = {}
+    known: dict[Value | None, Provenance] = {}
     known.update(zip(program.inputs, origins, strict=True))
     flops = 0.0
     for operation in program.operations:
-        read = [known.get(value, Origin.DATA) for value in operation.inputs]
+        read = [known.get(value, Provenance.DATA) for value in operation.inputs]
         if operation.bodies:
             within, made = _walk_bodies(operation, read)
         else:
-            made = [max(read, default=Origin.DATA)] * len(operation.outputs)
+            made = [max(read, default=Provenance.DATA)] * len(operation.outputs)
             within = _flops(operation) * (1 + _products_in_backward(operation, read))
         flops += within
         known.update(zip(operation.outputs, made, strict=True))
-    return flops, [known.get(value, Origin.DATA) for value in program.outputs]
+    return flops, [known.get(value, Provenance.DATA) for value in program.outputs]
 
 
 def _walk_bodies(
-    operation: Operation, read: list[Origin]
-) -> tuple[float, list[Origin]]:
+    operation: Operation, read: list[Provenance]
+) -> tuple[float, list[Provenance]]:
     """Returns the FLOPs of a loop or a conditional, and the origins of its results."""
     begin, end = operation.carry
     while True:  # Until what a loop carries is made of what its body returns.
@@ -81,18 +83,18 @@ def _walk_bodies(
     return times * max(flops for flops, _ in found), made
 
 
-def _last(read: Sequence[Origin], body: Program) -> list[Origin]:
+def _last(read: Sequence[Provenance], body: Program) -> list[Provenance]:
     """Returns the origins of a body's inputs, which are the last of those around it."""
-    missing = [Origin.DATA] * (len(body.inputs) - len(read))
+    missing = [Provenance.DATA] * (len(body.inputs) - len(read))
     return [*missing, *read[max(len(read) - len(body.inputs), 0) :]]
 
 
-def _products_in_backward(operation: Operation, read: Sequence[Origin]) -> int:
-    if max(read, default=Origin.DATA) is not Origin.TRAINED:
+def _products_in_backward(operation: Operation, read: Sequence[Provenance]) -> int:
+    if max(read, default=Provenance.DATA) is not Provenance.TRAINED:
         return 0
     if _is_attention(operation):
         return 2
-    return sum(origin is not Origin.FROZEN for origin in read[:2])
+    return sum(origin is not Provenance.FROZEN for origin in read[:2])
 
 
 def _is_attention(operation: Operation) -> bool:

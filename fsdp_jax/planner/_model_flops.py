@@ -6,7 +6,7 @@ import jax
 import optax
 
 from fsdp_jax._tree import PyTree
-from fsdp_jax.planner._flops import Origin, training_flops
+from fsdp_jax.planner._flops import Provenance, training_flops
 from fsdp_jax.planner.liveness._trace import on_one_device
 from fsdp_jax.sharding._ambient_mesh import in_own_mesh
 from fsdp_jax.sharding._fully_shard import fully_shard
@@ -64,11 +64,11 @@ def model_flops(
         plan.param_plans, plan.treedef.flatten_up_to(state.params), strict=True
     )
     origins = [
-        Origin.FROZEN if param.is_frozen else Origin.TRAINED
+        Provenance.FROZEN if param.is_frozen else Provenance.TRAINED
         for param, arrays in params
         for _ in jax.tree.leaves(arrays)
     ]
     constants = len(program.inputs) - len(jax.tree.leaves(given))
     rest = len(program.inputs) - constants - len(origins)
-    data = Origin.DATA
+    data = Provenance.DATA
     return training_flops(program, [data] * constants + origins + [data] * rest)

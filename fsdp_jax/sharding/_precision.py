@@ -97,11 +97,13 @@ class MixedPrecisionPolicy:
             )
         wide = jnp.dtype(self.main_grads_dtype or self.main_params_dtype or jnp.float32)
         if jnp.finfo(wide).maxexp < jnp.finfo(jnp.float32).maxexp:
+            option = "main_grads" if self.main_grads_dtype else "main_params"
             raise ValueError(
-                f"MixedPrecisionPolicy: main_grads_dtype={wide.name} has not the range "
-                "of float32. Gradients that a loss scale made large enough would be "
-                "lost again, and their norm infinite. Set main_grads_dtype=jnp.float32,"
-                f" and grad_comm_dtype=jnp.{wide.name} to communicate so few bytes."
+                f"MixedPrecisionPolicy({option}_dtype={wide.name}): main gradients of "
+                f"{wide.name} have not the range of float32. Those that a loss scale "
+                "made large enough would be lost again, and their norm infinite. Set "
+                "main_grads_dtype=jnp.float32, and to communicate them in fewer bits "
+                f"grad_comm_dtype=jnp.{wide.name}."
             )
         communicated = jnp.dtype(self.grad_comm_dtype or wide)
         if self.reduce_scatter_with_fp32_accumulation and (

@@ -167,19 +167,19 @@ ROPES = {
 
 
 @pytest.mark.parametrize("variant", ROPES)
-def test_the_width_of_the_padding_does_not_choose_the_rope(tmp_path, variant):
+def test_neither_padding_nor_a_longer_prompt_chooses_the_rope(tmp_path, variant):
     hf = make_model(tmp_path, variant, **ROPES[variant])
     model, prompt = load_model(hf.path), np.arange(3, 13)
 
-    def continued(width: int) -> list[int]:
-        padded = np.zeros((1, width), np.int32)
+    def continued(width: int, *others: int) -> list[int]:
+        padded = np.full((1 + len(others), width), 7, np.int32)
         padded[0, :10] = prompt
-        found = generate(
-            model, jnp.asarray(padded), jnp.array([10]), max_new_tokens=NEW
-        )
+        lengths = jnp.array([10, *others])
+        found = generate(model, jnp.asarray(padded), lengths, max_new_tokens=NEW)
         return found.tokens[0, 10 : 10 + NEW].tolist()
 
     assert continued(40) == continued(10)
+    assert continued(40, 40) == continued(10)  # beside a longer prompt
 
 
 @pytest.mark.parametrize("case", ["llama"], indirect=True)

@@ -141,7 +141,7 @@ def test_longrope_over_cp_is_refused_by_name():
         num_attention_heads=4,
         rope=rope,
     )
-    with pytest.raises(ValueError, match=facts("cp=2", "LongRoPE", "cp=1")):
+    with pytest.raises(ValueError, match=facts("cp=2", "'longrope'", "cp=1")):
         check_context(config, 2, 1, "ring")
 
 

@@ -408,7 +408,8 @@ def test_a_precision_policy_fills_in_what_is_not_said(policy, model, resolved):
     ],
 )
 def test_main_gradients_of_a_small_range_are_refused(policy, name):
-    says = f"main_grads_dtype={name}", "jnp.float32", f"grad_comm_dtype=jnp.{name}"
+    given = f"MixedPrecisionPolicy({next(iter(policy))}={name})"
+    says = given, "jnp.float32", f"grad_comm_dtype=jnp.{name}"
     with pytest.raises(ValueError, match=facts(*says)):
         fsdp.MixedPrecisionPolicy(**policy)
     fsdp.MixedPrecisionPolicy(**(policy | {"main_grads_dtype": BF16}))

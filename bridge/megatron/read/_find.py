@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from bridge._local_path import check_local
-from bridge.formats._json import parse_json
+from bridge.formats._json import read_json
 from bridge.megatron._ranks import RANK_DIRECTORY
 from bridge.megatron.read._dcp import METADATA_NAME
 
@@ -82,7 +82,7 @@ def find_format(directory: Path) -> str:
     file = directory / FORMAT_NAME
     if not file.is_file():
         return "dcp" if (directory / METADATA_NAME).is_file() else "legacy"
-    fields = parse_json(file.read_bytes(), f"'{file}'")
+    fields = read_json(file, f"'{file}'")
     backend = fields.get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(

@@ -76,6 +76,9 @@ class Convert:
             return
         origin = open_any(self.src, config=self.config, ignore_fields=self.ignore_field)
         params = origin.lazy_params()
+        # Not what lies beside a file, nor what is of another model than --config.
+        is_whole = not (Path(self.src).is_file() or self.config)
+        files = origin.files if is_whole or isinstance(origin, Checkpoint) else None
         with bytes_bar(f"writing {self.dst}") as progress:
             if self.to == "hf":
                 bridge.save_hf(
@@ -83,7 +86,7 @@ class Convert:
                     params,
                     origin.config,
                     dtype=self.dtype,
-                    copy_from=self.tokenizer or origin.files,
+                    copy_from=self.tokenizer or files,
                     progress=progress,
                 )
             else:
