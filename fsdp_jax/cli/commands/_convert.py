@@ -13,7 +13,7 @@ from fsdp_jax._report import bytes_bar
 from fsdp_jax.cli._errors import check_empty, check_unwritten
 from fsdp_jax.cli._log import say
 from fsdp_jax.cli._megatron import MegatronLayout, OptimizerFormat
-from fsdp_jax.cli._model_source import open_any
+from fsdp_jax.cli._model_source import Checkpoint, open_any
 from fsdp_jax.cli._options import Group, IgnoreField, Unset
 from fsdp_jax.cli.commands._import import Import
 
