@@ -200,10 +200,7 @@ def _all_divided(
 
 
 def _divided(grad: Array, count: Array) -> Array:
-    """Divides in float32 at least.
-
-    float16 overflows above 65,504, and bfloat16 cannot represent every integer count.
-    """
+    """Divides in float32 at least: bfloat16 cannot represent every integer count."""
     wide = at_least_float32(grad.dtype)
     return (grad.astype(wide) / count.astype(wide)).astype(grad.dtype)
 

@@ -130,6 +130,17 @@ def test_the_dtype_of_a_config_is_that_of_all_tensors(tmp_path, pattern, changed
     assert json.loads(config) == said | (changed or {})
 
 
+def test_the_dtype_of_a_config_is_found_behind_a_mark_and_beside_infinity(tmp_path):
+    write_llama(tmp_path / "model")
+    said = {"dtype": "float32", "time_step_limit": [0.0, float("inf")]}
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps(said), encoding="utf-8-sig")
+    edits = bridge.Edits(cast=(("*", BF16),))
+    bridge.edit_safetensors(tmp_path / "model", tmp_path / "out", edits)
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert found == said | {"dtype": "bfloat16"}
+
+
 def test_the_dtype_of_a_quantized_config_is_left(tmp_path):
     write_llama(tmp_path / "model")
     said = {"dtype": "float32", "quantization_config": {"quant_method": "fp8"}}

@@ -181,6 +181,12 @@ def test_a_tokenizer_that_is_not_read_is_not_replaced_in_silence(
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert main([*argv, "--tokenizer", "bytes", "--train-on", "all"]) == 0
     assert "(--tokenizer bytes)" in capsys.readouterr().out
+    # A run that was trained so goes on so, though it carries the file.
+    more = ["--tokenizer", "bytes", "--train-on", "all", "--steps", "1"]
+    train = ["train", "--hf", str(tmp_path / "model"), *argv[2:], *more]
+    assert main([*train, "--save", str(tmp_path / "run")]) == 0
+    rest = ["--prompt", "a", "--max-new-tokens", "1"]
+    assert main(["generate", str(tmp_path / "run"), *rest]) == 0
 
 
 def test_one_reason_for_many_lines_is_said_once(tmp_path):

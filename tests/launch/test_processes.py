@@ -50,6 +50,15 @@ def test_lines_are_told_apart_by_process_and_stream():
         assert sorted(lines[rank]) == [(f"I am {rank}", False), ("oh", True)]
 
 
+def test_statuses_are_known_where_a_supervisor_ignores_the_ends_of_children():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with job("sys.exit(3 * (rank == 1))") as (processes, _):
+            assert processes.wait(20) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_each_has_its_place_in_variables_as_torchrun_sets_them():
     names = ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "JAX_NUM_CPU_DEVICES"]
     code = f"print([os.environ[name] for name in {names}])"
