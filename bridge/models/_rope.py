@@ -59,11 +59,11 @@ def _frequencies_of_text(
         times = jnp.maximum(longest, length).astype(jnp.float32) / length
         raised = (rope.factor * times - (rope.factor - 1)) ** (dim / (dim - 2))
         exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-        return frequencies * raised**-exponents
+        return frequencies[None] * raised ** -exponents[None]
     if rope.short_mscale is not None:
         return frequencies
     beyond = inverse_frequencies(rope, dim, beyond=True)
-    return jnp.where(longest > length, beyond, frequencies)
+    return jnp.where(longest > length, beyond[None], frequencies[None])
 
 
 def _factor_of_text(
