@@ -93,10 +93,10 @@ def check_context(
     check_whole_rows(config, f"cp={cp}")
     ropes = (config.rope, config.sliding_rope)
     types = {rope.rope_type for rope in ropes if rope is not None}
-    if found := types & {"dynamic", "longrope"}:
+    if found := sorted(types & {"dynamic", "longrope"}):
         raise ValueError(
-            f"cp={cp}: ropes of type {found.pop()!r} depend on the length of a text, "
-            "but each rank has only its part of each row. Use cp=1."
+            f"cp={cp}: ropes of type {', '.join(map(repr, found))} depend on the "
+            "length of a text, but each rank has only its part of each row. Use cp=1."
         )
 
 

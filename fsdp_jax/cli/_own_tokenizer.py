@@ -35,17 +35,10 @@ def default_tokenizer(origin: Origin) -> Tokenizer:
         return stored_config(stored).data.tokenizer
     if tokenizer_file(origin) is not None:
         return "model"
-    folder = origin.files
-    others = (
-        []
-        if folder is None
-        else [
-            file.name
-            for kind in _OTHER_TOKENIZERS
-            for file in sorted(folder.glob(kind))
-        ]
-    )
-    if others:
+    if (folder := origin.files) is None:
+        return "bytes"
+    found = (file for kind in _OTHER_TOKENIZERS for file in sorted(folder.glob(kind)))
+    if others := [file.name for file in found]:
         raise ValueError(
             f"'{folder}' has {', '.join(others)}, and no tokenizer.json, which is what "
             "fsdp-jax reads. Write one into a copy of the model by transformers: "

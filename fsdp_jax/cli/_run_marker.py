@@ -73,7 +73,7 @@ def is_begun(save: Path, command: Command, *, in_place: bool) -> bool:
 
 def digest_of(command: Command) -> str:
     """Returns a digest of a command as process 0 has it, in all processes."""
-    typed = json.dumps(_values(_entry(command)), sort_keys=True, default=str)
+    typed = json.dumps(dataclasses.asdict(command), sort_keys=True, default=str)
     return exchange(hashlib.sha256(typed.encode()).hexdigest())[0]
 
 
